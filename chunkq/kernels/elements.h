@@ -1,0 +1,133 @@
+/* Loads, stores and roundings that a C compiler does not vectorise by itself.
+   Included by every build of _kernels.pyx; what the build's instruction set offers decides at compile time. */
+#ifndef CHUNKQ_ELEMENTS_H
+#define CHUNKQ_ELEMENTS_H
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__SSE2__) || defined(_M_X64)
+#define CQ_SSE2 1
+#include <immintrin.h>
+#endif
+
+/* Round to nearest, ties to even. Before SSE4.1 rintf is a function call and FakeQuantize ten times slower; adding and
+   subtracting 2^23 (2^52) rounds the same way below that value, and everything above it is an integer already. */
+#if defined(CQ_SSE2) && !defined(__SSE4_1__) && !defined(__AVX__)
+static inline float cq_rint_f32(float v) {
+    float a = fabsf(v);
+    float r = (a + 8388608.0f) - 8388608.0f;
+    return copysignf(a < 8388608.0f ? r : a, v);
+}
+static inline double cq_rint_f64(double v) {
+    double a = fabs(v);
+    double r = (a + 4503599627370496.0) - 4503599627370496.0;
+    return copysign(a < 4503599627370496.0 ? r : a, v);
+}
+#else
+static inline float cq_rint_f32(float v) { return rintf(v); }
+static inline double cq_rint_f64(double v) { return rint(v); }
+#endif
+
+static inline uint32_t cq_bits(float v) {
+    uint32_t u;
+    memcpy(&u, &v, sizeof u);
+    return u;
+}
+
+static inline float cq_float(uint32_t u) {
+    float v;
+    memcpy(&v, &u, sizeof v);
+    return v;
+}
+
+/* One float16 to float32, exactly; every NaN becomes the canonical one. */
+static inline float cq_f16_to_f32(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16;
+    uint32_t exponent = (h >> 10) & 0x1fu;
+    uint32_t fraction = h & 0x3ffu;
+    if (exponent == 0x1fu) return cq_float(fraction ? 0x7fc00000u : sign | 0x7f800000u);
+    if (exponent) return cq_float(sign | ((exponent + 112u) << 23) | (fraction << 13));
+    float v = (float)fraction * 5.9604644775390625e-8f; /* 2^-24: zero or denormal */
+    return sign ? -v : v;
+}
+
+/* One float32 to float16, to nearest, ties to even; every NaN becomes 0x7e00. */
+static inline uint16_t cq_f32_to_f16(float v) {
+    uint32_t u = cq_bits(v);
+    uint32_t sign = (u >> 16) & 0x8000u;
+    u &= 0x7fffffffu;
+    if (u > 0x7f800000u) return 0x7e00u;
+    if (u >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* 65520 and more round to infinity */
+    if (u < 0x38800000u) {
+        /* below 2^-14: adding 0.5 leaves the denormal, rounded by the hardware, in the low bits */
+        return (uint16_t)(sign | (cq_bits(cq_float(u) + 0.5f) - 0x3f000000u));
+    }
+    u += 0xc8000fffu + ((u >> 13) & 1u); /* rebias the exponent by -112, round half to even */
+    return (uint16_t)(sign | (u >> 13));
+}
+
+static void cq_load_f16(const uint16_t *x, float *t, ptrdiff_t n) {
+    ptrdiff_t i = 0;
+#ifdef __F16C__
+    for (; i + 8 <= n; i += 8) {
+        __m256 v = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(x + i)));
+        __m256 nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
+        _mm256_storeu_ps(t + i, _mm256_blendv_ps(v, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), nan));
+    }
+#endif
+    for (; i < n; i++) t[i] = cq_f16_to_f32(x[i]);
+}
+
+static void cq_store_f16(const float *t, uint16_t *y, ptrdiff_t n) {
+    ptrdiff_t i = 0;
+#ifdef __F16C__
+    for (; i + 8 <= n; i += 8) {
+        __m256 v = _mm256_loadu_ps(t + i);
+        __m256 nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
+        v = _mm256_blendv_ps(v, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), nan);
+        _mm_storeu_si128((__m128i *)(y + i), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
+#endif
+    for (; i < n; i++) y[i] = cq_f32_to_f16(t[i]);
+}
+
+/* Copy past the caches: for outputs that would only push other data out of them. cq_fence() must follow
+   before another thread may read. */
+static void cq_stream(void *dst, const void *src, ptrdiff_t n) {
+#ifdef CQ_SSE2
+    char *d = (char *)dst;
+    const char *s = (const char *)src;
+    ptrdiff_t head = (ptrdiff_t)((64 - ((uintptr_t)d & 63)) & 63);
+    if (head > n) head = n;
+    memcpy(d, s, (size_t)head);
+    d += head, s += head, n -= head;
+    for (; n >= 64; d += 64, s += 64, n -= 64) {
+#ifdef __AVX__
+        __m256i a = _mm256_loadu_si256((const __m256i *)s), b = _mm256_loadu_si256((const __m256i *)(s + 32));
+        _mm256_stream_si256((__m256i *)d, a);
+        _mm256_stream_si256((__m256i *)(d + 32), b);
+#else
+        __m128i a = _mm_loadu_si128((const __m128i *)s), b = _mm_loadu_si128((const __m128i *)(s + 16));
+        __m128i e = _mm_loadu_si128((const __m128i *)(s + 32)), f = _mm_loadu_si128((const __m128i *)(s + 48));
+        _mm_stream_si128((__m128i *)d, a);
+        _mm_stream_si128((__m128i *)(d + 16), b);
+        _mm_stream_si128((__m128i *)(d + 32), e);
+        _mm_stream_si128((__m128i *)(d + 48), f);
+#endif
+    }
+    memcpy(d, s, (size_t)n);
+#else
+    memcpy(dst, src, (size_t)n);
+#endif
+}
+
+static inline void cq_fence(void) {
+#ifdef CQ_SSE2
+    _mm_sfence();
+#endif
+}
+
+#endif

@@ -1,0 +1,199 @@
+"""`run_chunk` computes one region of one tensor; it is the only caller of the kernels.
+
+In memory, on Dask and from zarr to zarr differ only in who calls it. Here every odd array (big-endian, strided, misaligned)
+becomes what a kernel takes. Imports errors, dtypes, spec, threads and kernels; not dask, not zarr.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import chain
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from chunkq.dtypes import ELEMENT_TYPES
+from chunkq.errors import SpecError
+from chunkq.kernels import kernels
+from chunkq.spec import QuantSpec, Shape
+from chunkq.threads import thread_count
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: Outputs of this many bytes and more leave the tile past the caches.
+STREAM_BYTES = 8 << 20
+
+#: Rows shorter than this are taken several at a time where their parameters allow it.
+SHORT_ROW = 1024
+
+# How a parameter changes along an axis: elements a step (0 = constant), phase in the step, stride in its elements.
+_Rule = tuple[int, int, int]
+_Axes = list[tuple[int, list[Any]]]
+
+_RUNNERS = {"float32": kernels.run_float32, "float64": kernels.run_float64}
+_NO_ZERO_POINT = np.zeros(1, np.float32)
+_NO_ZERO_POINT.flags.writeable = False
+
+
+def _merge(inner_n: int, outer: _Rule, inner: _Rule) -> _Rule | None:
+    """One parameter's rule over two axes taken as one; None where there is none."""
+    step, phase, stride = outer
+    inner_step, inner_phase, inner_stride = inner
+    if inner_step == 0:
+        return step * inner_n, phase * inner_n, stride
+    if step == 1 and inner_phase == 0 and stride * inner_step == inner_n * inner_stride:
+        return inner_step, 0, inner_stride
+    return None
+
+
+def _collapse(shape: Shape, steps: tuple[Shape, ...], phases: tuple[Shape, ...], lengths: tuple[Shape, ...]) -> _Axes:
+    """The fewest axes along which every parameter still follows one rule, outermost first."""
+    axes: _Axes = []
+    for a in range(len(shape) - 1, -1, -1):
+        if shape[a] == 1:
+            continue
+        # one parameter element on this axis: constant, whatever its step
+        rules = [
+            (k[a], f[a], prod(n[a + 1 :])) if n[a] > 1 else (0, 0, 0)
+            for k, f, n in zip(steps, phases, lengths, strict=True)
+        ]
+        if axes:
+            inner_n, inner = axes[0]
+            merged = [_merge(inner_n, o, i) for o, i in zip(rules, inner, strict=True)]
+            if None not in merged:
+                axes[0] = (shape[a] * inner_n, merged)
+                continue
+        axes.insert(0, (shape[a], rules))
+    return axes or [(1, [(0, 0, 0)] * len(steps))]
+
+
+@lru_cache(maxsize=4096)
+def _geometry(
+    shape: Shape, steps: tuple[Shape, ...], phases: tuple[Shape, ...]
+) -> tuple[Array, tuple[Shape, ...], int]:
+    """The kernels' table for a region (see _kernels.pyx), the parameters' shapes, how often to repeat their values."""
+    lengths = tuple(
+        tuple(-(-(f + n) // k) if k else 1 for n, k, f in zip(shape, *rule, strict=True))
+        for rule in zip(steps, phases, strict=True)
+    )
+    axes = _collapse(shape, steps, phases, lengths)
+    repeats = 1
+    if len(axes) == 2 and axes[1][0] < SHORT_ROW and all(o[0] == 0 and i[0] < 2 for o, i in zip(axes[0][1], axes[1][1])):
+        # Many short rows with the same parameters (channels last): fewer, longer rows, the last of them cut short.
+        repeats = min(axes[0][0], -(-SHORT_ROW // axes[1][0]))
+        axes = [(-(-axes[0][0] // repeats), axes[0][1]), (axes[1][0] * repeats, axes[1][1])]
+    if len(steps) == 1:
+        axes = [(n, [*rules, (0, 0, 0)]) for n, rules in axes]  # the zero point that is not there
+    table = np.array([[n, *chain.from_iterable(rules)] for n, rules in axes], np.intp).T.copy()
+    return table, lengths, repeats
+
+
+def _is_plain(x: Array) -> bool:
+    """Whether x is what a kernel takes: contiguous, aligned, native memory."""
+    return bool(x.flags.c_contiguous and x.flags.aligned and x.dtype.isnative)
+
+
+def _bytes(x: Array) -> Array:
+    return x.reshape(-1).view(np.uint8)
+
+
+def check_values(spec: QuantSpec, index: int, value: Array) -> None:
+    """Refuse parameter values that the operator does not take (ONNX: an int32 zero point is 0)."""
+    param = spec.params[index]
+    if param.name == "zero_point" and param.dtype == "int32" and value.any():
+        raise SpecError(
+            "int32_zero_point",
+            f"zero_point holds {int(value[value != 0].flat[0])}; for int32 x ONNX allows only 0: leave it out",
+        )
+
+
+def prepare_params(spec: QuantSpec, params: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Check the parameters' values and give them the type that the arithmetic is done in."""
+    for index, value in enumerate(params):
+        check_values(spec, index, value)
+    dtype = ELEMENT_TYPES[spec.compute_dtype].dtype
+    return tuple(np.ascontiguousarray(value, dtype).reshape(-1) for value in params)
+
+
+def check_out(spec: QuantSpec, shape: Shape, out: Array, x: Array, params: tuple[Array, ...]) -> None:
+    """Refuse an `out` that the result does not fit in, or that overlaps an input; reason ``out``."""
+    dtype = ELEMENT_TYPES[spec.y_dtype].dtype
+    if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
+        raise SpecError("out", f"out is a {type(out).__name__}; expected a numpy.ndarray")
+    if out.shape != shape or out.dtype.newbyteorder("=") != dtype:
+        raise SpecError("out", f"out is {out.dtype.name} {out.shape}; expected {dtype.name} {shape}")
+    if not out.flags.writeable:
+        raise SpecError("out", "out is read-only")
+    if any(k == 0 and n > 1 for k, n in zip(out.strides, out.shape, strict=True)):
+        raise SpecError("out", "out has elements that share memory (a broadcast view); pass an array of its own")
+    same = (
+        spec.op == "FakeQuantize"
+        and x.dtype == out.dtype
+        and x.__array_interface__["data"][0] == out.__array_interface__["data"][0]
+        and x.strides == out.strides
+    )
+    if not same and np.may_share_memory(x, out) and np.shares_memory(x, out):
+        raise SpecError("out", "out overlaps x; pass the very same array (FakeQuantize only) or other memory")
+    for param, value in zip(spec.params, params, strict=True):
+        if np.may_share_memory(value, out) and np.shares_memory(value, out):
+            raise SpecError("out", f"out overlaps {param.name}; pass other memory")
+
+
+def run_chunk(
+    spec: QuantSpec,
+    x: Array,
+    params: tuple[Array, ...],
+    start: Shape | None = None,
+    out: Array | None = None,
+    n_threads: int | None = 1,
+) -> Array:
+    """Compute one region.
+
+    Parameters
+    ----------
+    spec : QuantSpec
+        The operation on the whole tensor.
+    x : numpy.ndarray
+        The region of x, in any layout and byte order.
+    params : tuple of numpy.ndarray
+        What `ParamSpec.region` cuts out for the region, of any rank.
+    start : tuple of int, optional
+        Where the region begins in the tensor; the origin by default. It tells how far inside a block it begins.
+    out : numpy.ndarray, optional
+        Where the result goes; checked by the caller with `check_out`.
+    n_threads : int or None
+        None for as many as the region is worth.
+    """
+    values = prepare_params(spec, params)
+    if x.size == 0:
+        return np.empty(x.shape, ELEMENT_TYPES[spec.y_dtype].dtype) if out is None else out
+    start = start or (0,) * x.ndim
+    table, param_shapes, repeats = _geometry(
+        x.shape, tuple(p.steps for p in spec.params), tuple(p.phases(start) for p in spec.params)
+    )
+    for param, value, expected in zip(spec.params, params, param_shapes, strict=True):
+        if value.size != prod(expected):
+            raise AssertionError(f"{param.name} was cut to {value.shape}; the region needs {expected}")
+    if repeats > 1:
+        values = tuple(np.tile(v, repeats) if v.size > 1 else v for v in values)
+    if len(values) < 2:
+        values = (*values, _NO_ZERO_POINT)
+    in_place = out is not None and _is_plain(out)
+    y = out if out is not None and in_place else np.empty(x.shape, ELEMENT_TYPES[spec.y_dtype].dtype)
+    _RUNNERS[spec.compute_dtype](
+        kernels.OPERATOR_CODES[spec.op],
+        ELEMENT_TYPES[spec.x_dtype].code,
+        ELEMENT_TYPES[spec.y_dtype].code,
+        _bytes(x if _is_plain(x) else np.array(x, x.dtype.newbyteorder("="), order="C", subok=False)),
+        _bytes(y),
+        table,
+        spec.levels,
+        y.nbytes >= STREAM_BYTES,
+        thread_count(n_threads, x.size),
+        *values,
+    )
+    if out is None or in_place:
+        return y
+    out[...] = y
+    return out
