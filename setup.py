@@ -13,6 +13,7 @@ from pathlib import Path
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, LinkError
 
 KERNELS = "chunkq/kernels"
 DEBUG = os.environ.get("CHUNKQ_DEBUG", "0") == "1"
@@ -41,9 +42,7 @@ DIRECTIVES = {
 }
 
 OPENMP_CHOICES = (
-    [(["/openmp"], [])]
-    if MSVC
-    else [(["-fopenmp"], ["-fopenmp"]), (["-Xpreprocessor", "-fopenmp"], ["-lomp"])]
+    [(["/openmp"], [])] if MSVC else [(["-fopenmp"], ["-fopenmp"]), (["-Xpreprocessor", "-fopenmp"], ["-lomp"])]
 )
 OPENMP_PROGRAM = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"
 
@@ -92,13 +91,9 @@ class BuildKernels(build_ext):
                 source = Path(folder, "probe.c")
                 source.write_text(OPENMP_PROGRAM)
                 try:
-                    objects = self.compiler.compile(
-                        [str(source)], output_dir=folder, extra_postargs=compile_args
-                    )
-                    self.compiler.link_executable(
-                        objects, "probe", output_dir=folder, extra_postargs=link_args
-                    )
-                except Exception as error:  # each compiler class raises its own kind
+                    objects = self.compiler.compile([str(source)], output_dir=folder, extra_postargs=compile_args)
+                    self.compiler.link_executable(objects, "probe", output_dir=folder, extra_postargs=link_args)
+                except (CompileError, LinkError, OSError) as error:
                     print(f"chunkq: no OpenMP with {compile_args}: {error}", file=sys.stderr)
                     continue
                 return compile_args, link_args

@@ -1,11 +1,13 @@
 """Exact linear-quantization operators for tensors of any size.
 
-`dequantize_linear` (ONNX DequantizeLinear) and `fake_quantize` (OpenVINO FakeQuantize-1) take NumPy, Dask and zarr arrays
-and give the same bits for all three; `plan` runs an operator from one zarr array to another within a memory limit.
+`dequantize_linear` (ONNX DequantizeLinear) and `fake_quantize` (OpenVINO FakeQuantize-1) take NumPy, Dask and zarr
+arrays and give the same bits for all three; `plan` runs an operator from one zarr array to another within a memory limit.
 
 The map of the package: errors, dtypes <- spec <- grid <- run (kernels, threads), store <- graph, job <- ops <- cli.
 dask and zarr are imported when they are first used.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from chunkq.errors import ChunkqError, RunError, SpecError
 from chunkq.ops import DequantizeLinear, FakeQuantize, dequantize_linear, fake_quantize
@@ -20,4 +22,17 @@ __all__ = [
     "SpecError",
     "dequantize_linear",
     "fake_quantize",
+    "plan",
 ]
+
+if TYPE_CHECKING:
+    from chunkq.job import plan
+
+
+def __getattr__(name: str) -> Any:
+    # `plan` brings in dask and zarr; who only calls kernels need not wait for them.
+    if name == "plan":
+        from chunkq.job import plan
+
+        return plan
+    raise AttributeError(f"module 'chunkq' has no attribute {name!r}")

@@ -47,17 +47,20 @@ ELEMENT_TYPES = {
     )
 }
 
+# by dtype, in both byte orders
+_NAMES = {dtype: row.name for row in ELEMENT_TYPES.values() for dtype in (row.dtype, row.dtype.newbyteorder("S"))}
+
 #: What each operator takes as x.
 DEQUANTIZE_LINEAR_X = ("uint8", "int8", "uint16", "int16", "int32")
 FAKE_QUANTIZE_X = ("float32", "float16", "float64")
 
 
-def element_name(dtype: Any, argument: str, allowed: tuple[str, ...]) -> str:
+def element_name(dtype: np.dtype[Any], argument: str, allowed: tuple[str, ...]) -> str:
     """Name the element type of a dtype in any byte order, or refuse it.
 
     Parameters
     ----------
-    dtype : dtype-like
+    dtype : numpy.dtype
         What the caller's array holds.
     argument : str
         The argument it came in as, for the message.
@@ -69,7 +72,7 @@ def element_name(dtype: Any, argument: str, allowed: tuple[str, ...]) -> str:
     SpecError
         Reason ``dtype``.
     """
-    name = np.dtype(dtype).newbyteorder("=").name
+    name = _NAMES.get(dtype)
     if name not in allowed:
-        raise SpecError("dtype", f"{argument} is {name}; expected one of {', '.join(allowed)}")
+        raise SpecError("dtype", f"{argument} is {name or dtype}; expected one of {', '.join(allowed)}")
     return name

@@ -67,7 +67,8 @@ def _parameter(name: str, value: Any, weak_dtype: str) -> Any:
         return _weak(name, value, weak_dtype)
     if found == "other":
         raise SpecError(
-            "argument", f"{name} is a {type(value).__name__}; expected a number, list, NumPy, Dask or zarr array"
+            "argument",
+            f"{name} is a {type(value).__name__}; expected a number, list, NumPy, Dask or zarr array",
         )
     _refuse_masked(name, value)
     return np.asarray(value) if found == "numpy" else value
@@ -211,9 +212,7 @@ class DequantizeLinear(Operator):
         if self.zero_point is not None:
             params.append(_parameter("zero_point", self.zero_point, x_dtype))
             zero_point = _described("zero_point", params[1])
-        spec = dequantize_linear_spec(
-            shape, x_dtype, scale_shape, scale_dtype, zero_point, self.axis, self.block_size
-        )
+        spec = dequantize_linear_spec(shape, x_dtype, scale_shape, scale_dtype, zero_point, self.axis, self.block_size)
         return spec, tuple(params)
 
 
@@ -291,9 +290,7 @@ class FakeQuantize(Operator):
     def bind(self, shape: Shape, x_dtype: str) -> tuple[QuantSpec, tuple[Any, ...]]:
         params = tuple(_parameter(n, v, x_dtype) for n, v in zip(self.NAMES, self.ranges, strict=True))
         described = tuple((n, *_described(n, p)) for n, p in zip(self.NAMES, params, strict=True))
-        spec = fake_quantize_spec(
-            shape, x_dtype, described, self.levels, self.auto_broadcast, self.broadcast_axis
-        )
+        spec = fake_quantize_spec(shape, x_dtype, described, self.levels, self.auto_broadcast, self.broadcast_axis)
         return spec, params
 
 

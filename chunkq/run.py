@@ -79,7 +79,11 @@ def _geometry(
     )
     axes = _collapse(shape, steps, phases, lengths)
     repeats = 1
-    if len(axes) == 2 and axes[1][0] < SHORT_ROW and all(o[0] == 0 and i[0] < 2 for o, i in zip(axes[0][1], axes[1][1])):
+    if (
+        len(axes) == 2
+        and axes[1][0] < SHORT_ROW
+        and all(o[0] == 0 and i[0] < 2 for o, i in zip(axes[0][1], axes[1][1], strict=True))
+    ):
         # Many short rows with the same parameters (channels last): fewer, longer rows, the last of them cut short.
         repeats = min(axes[0][0], -(-SHORT_ROW // axes[1][0]))
         axes = [(-(-axes[0][0] // repeats), axes[0][1]), (axes[1][0] * repeats, axes[1][1])]

@@ -160,7 +160,8 @@ def _blocked_steps(
     if isinstance(block_size, tuple):
         if len(block_size) != rank or any(b < 1 for b in block_size):
             raise SpecError(
-                "block_size", f"block_size={block_size}: expected {rank} positive integers, one for each axis of x"
+                "block_size",
+                f"block_size={block_size}: expected {rank} positive integers, one for each axis of x",
             )
         steps = block_size
     else:
@@ -169,9 +170,7 @@ def _blocked_steps(
         blocked = normalize_axis(axis, rank)
         steps = tuple(block_size if a == blocked else 1 for a in range(rank))
     if len(scale_shape) != rank:
-        raise SpecError(
-            "scale_shape", f"scale has shape {scale_shape}; with block_size it needs x's rank, {rank}"
-        )
+        raise SpecError("scale_shape", f"scale has shape {scale_shape}; with block_size it needs x's rank, {rank}")
     for a, (n, k, found) in enumerate(zip(shape, steps, scale_shape, strict=True)):
         if found != -(-n // k):
             raise SpecError(
@@ -202,14 +201,13 @@ def dequantize_linear_spec(
         zero_shape, zero_dtype = zero_point
         if zero_shape != scale_shape:
             raise SpecError(
-                "zero_point_shape", f"zero_point has shape {zero_shape}; expected that of scale, {scale_shape}"
+                "zero_point_shape",
+                f"zero_point has shape {zero_shape}; expected that of scale, {scale_shape}",
             )
         if zero_dtype != x_dtype:
             raise SpecError("dtype", f"zero_point is {zero_dtype}; expected {x_dtype}, the type of x")
         params.append(ParamSpec("zero_point", zero_dtype, axes, steps))
-    return QuantSpec(
-        "DequantizeLinear", shape, x_dtype, "float32", "float32", tuple(params), quantization_axis
-    )
+    return QuantSpec("DequantizeLinear", shape, x_dtype, "float32", "float32", tuple(params), quantization_axis)
 
 
 def _range_axes(name: str, shape: Shape, found: Shape, auto_broadcast: str, broadcast_axis: int) -> Shape:
@@ -234,9 +232,7 @@ def _range_axes(name: str, shape: Shape, found: Shape, auto_broadcast: str, broa
     axes = tuple(start + d if d < kept else -1 for d in range(own))
     for axis, n in zip(axes, found, strict=True):
         if axis >= 0 and n not in (1, shape[axis]):
-            raise SpecError(
-                "broadcast", f"{where}: length {n} on axis {axis}, expected 1 or {shape[axis]}"
-            )
+            raise SpecError("broadcast", f"{where}: length {n} on axis {axis}, expected 1 or {shape[axis]}")
     return axes
 
 
@@ -277,7 +273,8 @@ def fake_quantize_spec(
     for name, _, dtype in ranges:
         if dtype != x_dtype:
             raise SpecError(
-                "dtype", f"{name} is {dtype}; expected {x_dtype}, the type of x: pass {name}.astype('{x_dtype}')"
+                "dtype",
+                f"{name} is {dtype}; expected {x_dtype}, the type of x: pass {name}.astype('{x_dtype}')",
             )
     params = tuple(
         _range_spec(name, shape, found, dtype, auto_broadcast, broadcast_axis) for name, found, dtype in ranges

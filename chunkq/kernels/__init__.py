@@ -12,7 +12,7 @@ import os
 from types import ModuleType
 
 from chunkq.errors import SpecError
-from chunkq.kernels import _cpu
+from chunkq.kernels._cpu import supported
 
 _MODULES = {"baseline": "_kernels", "avx2": "_kernels_avx2"}
 
@@ -23,7 +23,7 @@ def built() -> tuple[str, ...]:
 
 
 def _choose() -> str:
-    usable = [isa for isa in built() if isa in _cpu.supported()]
+    usable = [isa for isa in built() if isa in supported()]
     forced = os.environ.get("CHUNKQ_ISA")
     if not forced:
         return usable[-1]
@@ -31,7 +31,7 @@ def _choose() -> str:
         raise SpecError(
             "isa",
             f"CHUNKQ_ISA={forced!r}: this build has {', '.join(built())} and this CPU runs "
-            f"{', '.join(_cpu.supported())}; unset it or choose one of {', '.join(usable)}",
+            f"{', '.join(supported())}; unset it or choose one of {', '.join(usable)}",
         )
     return forced
 

@@ -1,0 +1,445 @@
+"""Plans a run from one zarr array to another: layout, units, workers, memory. Execution is in execute.py.
+
+A unit is a region of whole stored objects of the target (shards where there are shards, else chunks), so that exactly one
+task writes each object. Planning is arithmetic and reading of metadata; nothing is written before `Plan.run`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from chunkq import grid
+from chunkq.dtypes import ELEMENT_TYPES, element_name
+from chunkq.errors import RunError, SpecError
+from chunkq.execute import Job, Progress, Report, cut_params, execute
+from chunkq.memory import MIB, available, format_size, parse_size
+from chunkq.ops import Operator, kind
+from chunkq.spec import FORMULAS, QuantSpec, Shape
+from chunkq.store import (
+    Handle,
+    ZarrArray,
+    check_target,
+    create_target,
+    dimension_names,
+    local_path,
+    mark_complete,
+    missing_objects,
+    object_shape,
+    open_source,
+    resolve_compressors,
+    target_attributes,
+)
+from chunkq.workers import SCHEDULERS, Memory, choose_workers, cluster_memory, task_bytes
+
+#: Small stored objects are taken several to a unit, up to this many output bytes; larger ones one to a unit.
+UNIT_BYTES = 4 * MIB
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that has not begun: what `print` shows is what `run` will do.
+
+    Attributes
+    ----------
+    spec : QuantSpec
+        The operation.
+    source, target : str
+        Where from and where to.
+    source_chunks, source_shards, chunks, shards : tuple of int or None
+        Layouts of source and target.
+    codecs : str
+        The target's.
+    unit_shape : tuple of int
+        Elements one task computes, at most.
+    units : int
+        How many tasks.
+    bytes_read, bytes_written : int
+        Uncompressed.
+    source_reads : float
+        How many times each source byte is decoded, where the grids do not match.
+    scheduler : str
+        "threads", "processes", "sync" or "cluster".
+    memory : Memory
+        The projected peak and its terms.
+    max_mem : int
+        The limit, in bytes.
+    notes : tuple of str
+        What the user should know before running.
+    """
+
+    spec: QuantSpec
+    source: str
+    target: str
+    source_chunks: Shape
+    source_shards: Shape | None
+    chunks: Shape
+    shards: Shape | None
+    codecs: str
+    unit_shape: Shape
+    units: int
+    bytes_read: int
+    bytes_written: int
+    source_reads: float
+    scheduler: str
+    memory: Memory
+    max_mem: int
+    notes: tuple[str, ...]
+    _run: Any
+
+    def __str__(self) -> str:
+        spec, size = self.spec, format_size
+        what = "each worker" if self.scheduler == "cluster" else "whole run"
+        workers = self.memory.workers
+        lines = [
+            ("operator", spec.op),
+            (
+                "formula",
+                FORMULAS[spec.op] + (f"; levels = {spec.levels}" if spec.op == "FakeQuantize" else ""),
+            ),
+            ("granularity", spec.granularity),
+            (
+                "source",
+                f"{self.source}: {spec.x_dtype} {spec.shape}, {_layout(self.source_chunks, self.source_shards)}",
+            ),
+            ("target", f"{self.target}: {spec.y_dtype} {spec.shape}, {_layout(self.chunks, self.shards)}"),
+            ("codecs", self.codecs),
+            ("units", f"{self.units} of {self.unit_shape}"),
+            ("bytes", f"{size(self.bytes_read)} read, {size(self.bytes_written)} written (uncompressed)"),
+            ("workers", f"{workers} ({self.scheduler}), 1 thread each"),
+            ("memory", f"{size(self.memory.total)} projected peak, {size(self.max_mem)} allowed ({what})"),
+        ]
+        if self.source_reads > 1:
+            lines.append(("re-reading", f"each source object is decoded {self.source_reads:.2f} times on average"))
+        lines += [("note", note) for note in self.notes]
+        return "\n".join(f"{name:<12} {text}" for name, text in lines)
+
+    def to_json(self) -> str:
+        """Give the plan as one JSON document; the sizes are bytes."""
+        spec = self.spec
+        fields = {
+            "operator": spec.op,
+            "formula": FORMULAS[spec.op],
+            "axis": spec.axis,
+            "granularity": spec.granularity,
+            "levels": spec.levels if spec.op == "FakeQuantize" else None,
+            "source": self.source,
+            "target": self.target,
+            "shape": spec.shape,
+            "source_dtype": spec.x_dtype,
+            "target_dtype": spec.y_dtype,
+            "source_chunks": self.source_chunks,
+            "source_shards": self.source_shards,
+            "chunks": self.chunks,
+            "shards": self.shards,
+            "codecs": self.codecs,
+            "unit_shape": self.unit_shape,
+            "units": self.units,
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "source_reads": self.source_reads,
+            "scheduler": self.scheduler,
+            "workers": self.memory.workers,
+            "threads_per_worker": 1,
+            "projected_memory": self.memory.total,
+            "max_mem": self.max_mem,
+            "notes": self.notes,
+        }
+        return json.dumps(fields)
+
+    def run(self, *, progress: Progress | None = None) -> Report:
+        """Carry the plan out.
+
+        Parameters
+        ----------
+        progress : callable, optional
+            Called with the number of finished units after each one.
+
+        Raises
+        ------
+        RunError
+            A unit failed or the source has missing objects; the message says which.
+        """
+        seconds, peak = self._run(progress)
+        return Report(self.units, self.bytes_read, self.bytes_written, seconds, peak, self.memory.total, self.max_mem)
+
+
+def _layout(chunks: Shape, shards: Shape | None) -> str:
+    return f"chunks {chunks}" + (f", shards {shards}" if shards else "")
+
+
+# ---- the parts of a plan
+
+
+def _target_layout(source: ZarrArray, chunks: Any, shards: Any) -> tuple[Shape, Shape | None]:
+    """Chunk and shard shape of the target: the source's unless given."""
+    rank = source.ndim
+    chosen = _shape_argument("target_chunks", chunks, rank) or tuple(int(n) for n in source.chunks)
+    if shards is None and chunks is None and source.shards:
+        shards = source.shards
+    chosen_shards = _shape_argument("target_shards", shards, rank)
+    if chosen_shards and any(s % c for s, c in zip(chosen_shards, chosen, strict=True)):
+        raise SpecError(
+            "chunks",
+            f"target_shards={chosen_shards}: expected multiples of the chunks {chosen} on every axis",
+        )
+    return chosen, chosen_shards
+
+
+def _shape_argument(name: str, value: Any, rank: int) -> Shape | None:
+    if value is None:
+        return None
+    entries = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if len(entries) != rank or any(isinstance(n, bool) or not hasattr(n, "__index__") or n < 1 for n in entries):
+        raise SpecError("chunks", f"{name}={value!r}: expected {rank} positive integers, one for each axis")
+    return tuple(n.__index__() for n in entries)
+
+
+def _source_reads(shape: Shape, objects: Shape, units: Shape) -> float:
+    """How often a source object is decoded, on average: along each axis, objects touched by units over objects."""
+    reads = 1.0
+    for n, source, unit in zip(shape, objects, units, strict=True):
+        if n == 0 or unit % source == 0 or unit >= n:
+            continue
+        if n // unit > 1_000_000:  # an estimate, not an enumeration
+            reads *= max(1.0, source / unit) + (0.0 if source % unit == 0 else 1.0)
+            continue
+        touched = sum(-(-min(at + unit, n) // source) - at // source for at in range(0, n, unit))
+        reads *= touched / -(-n // source)
+    return reads
+
+
+def _operator_record(spec: QuantSpec, op: Operator, params: tuple[Any, ...]) -> dict[str, Any]:
+    """What the target's attributes say of the operator; small parameters in full, others by shape and digest."""
+    record: dict[str, Any] = {
+        "name": spec.op,
+        "formula": FORMULAS[spec.op],
+        "x_dtype": spec.x_dtype,
+        "axis": spec.axis,
+        "granularity": spec.granularity,
+    }
+    if spec.op == "FakeQuantize":
+        record["levels"] = spec.levels
+    for param, value in zip(spec.params, params, strict=True):
+        entry: dict[str, Any] = {"dtype": param.dtype, "shape": list(value.shape), "steps": list(param.steps)}
+        if not isinstance(value, np.ndarray):
+            entry["zarr"] = _name_of(value)
+        elif value.size <= 16:
+            entry["values"] = [repr(v) for v in value.reshape(-1).tolist()]
+        else:
+            plain = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
+            entry["sha256"] = hashlib.sha256(plain.tobytes()).hexdigest()
+        record[param.name] = entry
+    return record
+
+
+def _name_of(array: ZarrArray) -> str:
+    return local_path(array) or str(array.store_path)
+
+
+def _notes(spec: QuantSpec, source: ZarrArray) -> tuple[str, ...]:
+    if spec.op != "DequantizeLinear":
+        return ()
+    found = [name for name in ("_FillValue", "missing_value") if name in source.attrs]
+    marks = tuple(
+        f"the source marks missing data with {name} = {source.attrs[name]!r}; such codes are dequantized like any other"
+        for name in found
+    )
+    scaled = [name for name in ("scale_factor", "add_offset") if name in source.attrs]
+    moved = f"{' and '.join(scaled)} of the source are not applied; they move to the attribute chunkq.source_attributes"
+    return (*marks, *((moved,) if scaled else ()))
+
+
+def _bind_zarr(op: Operator, source: ZarrArray) -> tuple[QuantSpec, tuple[Any, ...]]:
+    shape = tuple(int(n) for n in source.shape)
+    spec, params = op.bind(shape, element_name(source.dtype, "x", op.x_types()))
+    for param, value in zip(spec.params, params, strict=True):
+        if kind(value) == "dask":
+            raise SpecError("argument", f"{param.name} is a Dask array; compute it, or store it as a zarr array first")
+    return spec, params
+
+
+def plan(
+    op: Operator,
+    source: Any,
+    target: Any,
+    *,
+    max_mem: int | str | None = None,
+    target_chunks: Any = None,
+    target_shards: Any = None,
+    compressors: Any = "auto",
+    overwrite: bool = False,
+    missing: str = "error",
+    scheduler: Any = None,
+    workers: int | None = None,
+) -> Plan:
+    """Plan applying an operator to a zarr array, the result going to another. Writes nothing.
+
+    Parameters
+    ----------
+    op : DequantizeLinear or FakeQuantize
+        The operator with its parameters (numbers, lists, NumPy or zarr arrays).
+    source : str, path, zarr store or zarr.Array
+        The tensor, zarr v2 or v3.
+    target : str, path or zarr store
+        Where the result goes, as zarr v3.
+    max_mem : int or str, optional
+        Bytes, or "2GiB": resident memory of the whole local run, interpreter and every process included; on a cluster, of
+        each worker. Half of the available memory by default (a worker's own limit on a cluster).
+    target_chunks, target_shards : tuple of int, optional
+        Layout of the target in elements; the source's by default.
+    compressors : str or zarr codecs
+        "auto" (zstd), "none", "zstd", "blosc", "gzip", each followed by a crc32c checksum; or zarr's own objects.
+    overwrite : bool
+        Replace an existing zarr array; nothing else is ever removed.
+    missing : {"error", "fill"}
+        What objects absent from the source mean: an error, or the source's fill value, as zarr has it.
+    scheduler : str or distributed.Client, optional
+        "threads" (the default), "processes", "sync", "auto" (processes where they pay; the calling script must then guard
+        its main module as multiprocessing asks), the address of a Dask scheduler, or a client.
+    workers : int, optional
+        Units in progress at once; as many as there are CPUs and memory by default.
+
+    Returns
+    -------
+    Plan
+        Print it, then call its `run`.
+
+    Raises
+    ------
+    SpecError
+        Reasons of the operator, and ``source``, ``target``, ``target_exists``, ``same_array``, ``chunks``,
+        ``compressors``, ``max_mem``, ``scheduler``.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, zarr, chunkq
+    >>> folder = tempfile.mkdtemp()
+    >>> x = zarr.create_array(f"{folder}/x.zarr", shape=(4, 6), chunks=(2, 6), dtype="int8")
+    >>> x[:] = np.arange(1, 25).reshape(4, 6)
+    >>> op = chunkq.DequantizeLinear([1.0, 10.0, 100.0, 1000.0], axis=0)
+    >>> report = chunkq.plan(op, f"{folder}/x.zarr", f"{folder}/y.zarr").run()
+    >>> report.units, float(zarr.open_array(f"{folder}/y.zarr")[3, 5])
+    (1, 24000.0)
+    """
+    if not isinstance(op, Operator):
+        raise SpecError("argument", f"op is a {type(op).__name__}; expected DequantizeLinear or FakeQuantize")
+    if missing not in ("error", "fill"):
+        raise SpecError("argument", f"missing={missing!r}: expected 'error' or 'fill'")
+    if workers is not None and (isinstance(workers, bool) or not hasattr(workers, "__index__") or workers < 1):
+        raise SpecError("n_threads", f"workers={workers!r}: expected a positive integer or None")
+    limit = None if max_mem is None else parse_size(max_mem)
+    array = open_source(source)
+    place = check_target(target, array, overwrite)
+    spec, params = _bind_zarr(op, array)
+    chunks, shards = _target_layout(array, target_chunks, target_shards)
+    codecs = resolve_compressors(compressors)
+    sizes = ELEMENT_TYPES[spec.x_dtype].dtype.itemsize, ELEMENT_TYPES[spec.y_dtype].dtype.itemsize
+    unit = grid.grow(shards or chunks, spec.shape, UNIT_BYTES // sizes[1], spec.axis)
+    units = grid.count(spec.shape, unit)
+    cut = tuple(min(u, n) for u, n in zip(unit, spec.shape, strict=True))
+    task = task_bytes(
+        prod(cut) * sizes[0],
+        prod(object_shape(array)) * sizes[0],
+        max(prod(cut), prod(shards or chunks)) * sizes[1],
+    )
+    held = sum(p.nbytes for p in params if isinstance(p, np.ndarray))
+    moved = prod(spec.shape) * sum(sizes)
+    if scheduler is None:
+        scheduler = "threads"
+    if isinstance(scheduler, str) and scheduler in SCHEDULERS:
+        limit = limit or available() // 2
+        encodes = compressors != "none"
+        name, memory = choose_workers(scheduler, workers, units, task, held, moved, encodes, limit)
+        if name == "processes" and local_path(array) is None:
+            raise SpecError("scheduler", "worker processes need a source on disk; use scheduler='threads'")
+    elif isinstance(scheduler, str) and "://" not in scheduler:
+        raise SpecError(
+            "scheduler",
+            f"scheduler={scheduler!r}: expected one of {', '.join(SCHEDULERS)}, or an address such as tcp://host:8786",
+        )
+    else:
+        name = "cluster"
+        memory, limit = cluster_memory(scheduler, task, held, limit)
+    create = partial(
+        create_target,
+        place,
+        shape=spec.shape,
+        dtype=spec.y_dtype,
+        chunks=chunks,
+        shards=shards,
+        compressors=codecs,
+        attributes=target_attributes(array, _operator_record(spec, op, params), spec.op == "DequantizeLinear"),
+        dimension_names=dimension_names(array),
+    )
+    return Plan(
+        spec=spec,
+        source=_name_of(array),
+        target=str(place),
+        source_chunks=tuple(int(n) for n in array.chunks),
+        source_shards=tuple(int(n) for n in array.shards) if array.shards else None,
+        chunks=chunks,
+        shards=shards,
+        codecs=", ".join(_codec_name(c) for c in codecs) or "none",
+        unit_shape=cut,
+        units=units,
+        bytes_read=prod(spec.shape) * sizes[0],
+        bytes_written=prod(spec.shape) * sizes[1],
+        source_reads=_source_reads(spec.shape, object_shape(array), unit),
+        scheduler=name,
+        memory=memory,
+        max_mem=limit,
+        notes=_notes(spec, array),
+        _run=partial(_carry_out, spec, array, params, create, unit, units, name, memory.workers, scheduler, missing),
+    )
+
+
+def _codec_name(codec: Any) -> str:
+    return str(codec.to_dict().get("name", codec)) if hasattr(codec, "to_dict") else str(codec)
+
+
+def _carry_out(
+    spec: QuantSpec,
+    source: ZarrArray,
+    params: tuple[Any, ...],
+    create: Any,
+    unit: Shape,
+    units: int,
+    name: str,
+    workers: int,
+    scheduler: Any,
+    missing: str,
+    progress: Progress | None,
+) -> tuple[float, int]:
+    if missing == "error":
+        for argument, array in [("source", source), *_zarr_params(spec, params)]:
+            _refuse_missing(argument, array)
+    target = create()
+    job = Job(spec, Handle(source), cut_params(spec, params), Handle(target), unit)
+    result = execute(job, units, name, workers, scheduler, progress)
+    count, keys = missing_objects(target)
+    if count:
+        raise RunError(f"{count} objects of the target were not written, among them {', '.join(keys)}")
+    mark_complete(target)
+    return result
+
+
+def _zarr_params(spec: QuantSpec, params: tuple[Any, ...]) -> list[tuple[str, ZarrArray]]:
+    named = zip((p.name for p in spec.params), params, strict=True)
+    return [(n, p) for n, p in named if not isinstance(p, np.ndarray)]
+
+
+def _refuse_missing(argument: str, array: ZarrArray) -> None:
+    count, keys = missing_objects(array)
+    if count:
+        raise RunError(
+            f"{argument} {_name_of(array)} lacks {count} stored objects, among them {', '.join(keys)}. zarr reads them as "
+            f"{array.fill_value!r}; it leaves out chunks that hold nothing else, so they may be meant: then pass "
+            "missing='fill' (--missing fill)"
+        )
