@@ -377,3 +377,7 @@ def demo(size: str, max_mem: str, keep: str | None, as_json: bool, no_progress: 
                 click.echo(f"kept in {os.path.abspath(keep)}")
     if wrong:
         raise RunError(f"{wrong} elements differ from NumPy")
+
+
+if __name__ == "__main__":
+    main()

@@ -341,7 +341,7 @@ def plan(
     chunks, shards = _target_layout(array, target_chunks, target_shards)
     codecs = resolve_compressors(compressors)
     sizes = ELEMENT_TYPES[spec.x_dtype].dtype.itemsize, ELEMENT_TYPES[spec.y_dtype].dtype.itemsize
-    unit = grid.grow(shards or chunks, spec.shape, UNIT_BYTES // sizes[1], spec.axis)
+    unit = grid.grow(shards or chunks, spec.shape, UNIT_BYTES // sizes[1], spec.axes_of_parameters())
     units = grid.count(spec.shape, unit)
     cut = tuple(min(u, n) for u, n in zip(unit, spec.shape, strict=True))
     task = task_bytes(
