@@ -252,7 +252,7 @@ def _notes(spec: QuantSpec, source: ZarrArray) -> tuple[str, ...]:
         for name in found
     )
     scaled = [name for name in ("scale_factor", "add_offset") if name in source.attrs]
-    moved = f"{' and '.join(scaled)} of the source are not applied; they move to the attribute chunkq.source_attributes"
+    moved = f"not applied, but moved to the attribute chunkq.source_attributes: {', '.join(scaled)} of the source"
     return (*marks, *((moved,) if scaled else ()))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from chunkq.dtypes import DEQUANTIZE_LINEAR_X, ELEMENT_TYPES, FAKE_QUANTIZE_X, element_name
 from chunkq.errors import SpecError
-from chunkq.run import Array, check_out, run_chunk
+from chunkq.run import Array, check_out, refuse_masked, run_chunk
 from chunkq.spec import QuantSpec, Shape, dequantize_linear_spec, fake_quantize_spec
 
 _NUMBERS = (bool, int, float)
@@ -30,11 +30,6 @@ def kind(x: Any) -> str:
     if isinstance(x, (*_NUMBERS, list, tuple)):
         return "number"
     return "other"
-
-
-def _refuse_masked(name: str, value: Any) -> None:
-    if isinstance(value, np.ma.MaskedArray) or isinstance(getattr(value, "_meta", None), np.ma.MaskedArray):
-        raise SpecError("masked", f"{name} is a masked array and its mask would be lost; pass {name}.filled(...)")
 
 
 def _weak(name: str, value: Any, dtype: str) -> Array:
@@ -70,7 +65,7 @@ def _parameter(name: str, value: Any, weak_dtype: str) -> Any:
             "argument",
             f"{name} is a {type(value).__name__}; expected a number, list, NumPy, Dask or zarr array",
         )
-    _refuse_masked(name, value)
+    refuse_masked(name, value)
     return np.asarray(value) if found == "numpy" else value
 
 
@@ -134,7 +129,7 @@ class Operator:
                 f"x is a {type(x).__name__}; expected a NumPy, Dask or zarr array (of an xarray.DataArray its .data, "
                 "of anything else numpy.asarray(x))",
             )
-        _refuse_masked("x", x)
+        refuse_masked("x", x)
         if found == "numpy":
             return self._in_memory(np.asarray(x), out, n_threads)
         if out is not None or n_threads is not None:

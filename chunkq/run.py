@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from chunkq.dtypes import ELEMENT_TYPES
+from chunkq.dtypes import ELEMENT_TYPES, element_name
 from chunkq.errors import SpecError
 from chunkq.kernels import kernels
 from chunkq.spec import QuantSpec, Shape
@@ -102,9 +102,16 @@ def _bytes(x: Array) -> Array:
     return x.reshape(-1).view(np.uint8)
 
 
+def refuse_masked(name: str, value: Any) -> None:
+    """Refuse a masked array, or a Dask array of them; reason ``masked``."""
+    if isinstance(value, np.ma.MaskedArray) or isinstance(getattr(value, "_meta", None), np.ma.MaskedArray):
+        raise SpecError("masked", f"{name} is a masked array and its mask would be lost; pass {name}.filled(...)")
+
+
 def check_values(spec: QuantSpec, index: int, value: Array) -> None:
     """Refuse parameter values that the operator does not take (ONNX: an int32 zero point is 0)."""
     param = spec.params[index]
+    element_name(value.dtype, param.name, (param.dtype,))
     if param.name == "zero_point" and param.dtype == "int32" and value.any():
         raise SpecError(
             "int32_zero_point",
@@ -169,6 +176,7 @@ def run_chunk(
     n_threads : int or None
         None for as many as the region is worth.
     """
+    element_name(x.dtype, "x", (spec.x_dtype,))  # a lazy array may promise another type than it delivers
     values = prepare_params(spec, params)
     if x.size == 0:
         return np.empty(x.shape, ELEMENT_TYPES[spec.y_dtype].dtype) if out is None else out

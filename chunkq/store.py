@@ -318,22 +318,25 @@ def create_target(
 
     Its fill value is NaN, so that what was not written does not read as zeros. Every object is written, all-zero ones too.
     """
-    if _is_local(target) and os.path.isdir(target):
-        shutil.rmtree(target)
-    array = zarr.create_array(
-        target,
-        shape=shape,
-        dtype=dtype,
-        chunks=chunks,
-        shards=shards,
-        compressors=compressors,
-        filters=None,
-        fill_value=float("nan"),
-        attributes=attributes,
-        dimension_names=dimension_names,
-        zarr_format=3,
-        config={"write_empty_chunks": True},
-    )
+    try:
+        if _is_local(target) and os.path.isdir(target):
+            shutil.rmtree(target)
+        array = zarr.create_array(
+            target,
+            shape=shape,
+            dtype=dtype,
+            chunks=chunks,
+            shards=shards,
+            compressors=compressors,
+            filters=None,
+            fill_value=float("nan"),
+            attributes=attributes,
+            dimension_names=dimension_names,
+            zarr_format=3,
+            config={"write_empty_chunks": True},
+        )
+    except OSError as error:
+        raise SpecError("target", f"target {target!r} cannot be written: {error}") from error
     return writable(array)
 
 

@@ -18,7 +18,7 @@ PROCESSES_PAY_FROM = 256 * MIB
 #: Resident bytes of a worker process with numpy, zarr and chunkq loaded, before it has read anything (85 measured).
 WORKER_BYTES = 96 * MIB
 #: What the parent grows by while it runs: pools, graph, and multiprocessing's resource tracker (12).
-RUN_BYTES = 12 * MIB
+RUN_BYTES = 24 * MIB
 TRACKER_BYTES = 14 * MIB
 
 SCHEDULERS = ("auto", "threads", "processes", "sync")
