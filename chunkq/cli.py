@@ -6,6 +6,7 @@ Exit code 0: done. 1: the run failed. 2: the request was wrong.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -53,6 +54,8 @@ def main() -> None:
     (store.zarr/scale).
     """
     keep_memory_flat()
+    # zarr reports the first failed read of several; asyncio would print the others as tracebacks at exit
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
 # ---- parameters
