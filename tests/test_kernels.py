@@ -1,0 +1,185 @@
+"""The compiled modules: their numbers, their own checks, their instructions, threads and fork."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import chunkq
+from chunkq import kernels, run
+from chunkq.dtypes import ELEMENT_TYPES
+from chunkq.kernels import _cpu
+
+X = np.random.default_rng(0).integers(0, 255, (64, 20_000), np.uint8)
+SCALE = np.linspace(-1, 1, 64, dtype=np.float32)
+Y = X.astype(np.float32) * SCALE[:, None]
+
+
+def python(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_element_codes_are_those_of_the_table():
+    for isa in kernels.built():
+        if isa in _cpu.supported():
+            assert kernels.load(isa).ELEMENT_CODES == {name: row.code for name, row in ELEMENT_TYPES.items()}
+
+
+def launch(isa_module, table, params=(3, 3), x=24, y=24):
+    bytes_ = np.zeros(x, np.uint8), np.zeros(4 * y, np.uint8)
+    values = [np.zeros(n, np.float32) for n in params]
+    isa_module.run_float32(0, 0, 6, *bytes_, np.array(table, np.intp).T.copy(), 2, False, 1, *values)
+
+
+# one list for each axis: size, then step, phase, stride of scale and zero point
+GOOD = [[8, 0, 0, 0, 0, 0, 0], [3, 1, 0, 1, 1, 0, 1]]
+BAD = {
+    "longer than x": [[9, 0, 0, 0, 0, 0, 0], GOOD[1]],
+    "shorter than x": [[7, 0, 0, 0, 0, 0, 0], GOOD[1]],
+    "past the scale": [[8, 1, 0, 1, 0, 0, 0], GOOD[1]],
+    "past the zero point": [[8, 0, 0, 0, 1, 0, 3], GOOD[1]],
+    "phase past the scale": [GOOD[0], [3, 2, 5, 1, 1, 0, 1]],
+    "negative step": [GOOD[0], [3, -1, 0, 1, 1, 0, 1]],
+    "negative stride": [[8, 1, 0, -1, 0, 0, 0], GOOD[1]],
+    "row not dense": [GOOD[0], [3, 1, 0, 2, 1, 0, 1]],
+    "phase in a step of one": [[8, 0, 0, 0, 0, 0, 0], [2, 1, 1, 1, 1, 0, 1]],
+    "empty row": [[8, 0, 0, 0, 0, 0, 0], [0, 1, 0, 1, 1, 0, 1]],
+    "no zero point": [row[:4] for row in GOOD],
+}
+
+
+def test_a_good_geometry_is_taken(isa):
+    launch(run.kernels, GOOD)
+
+
+@pytest.mark.parametrize("table", BAD.values(), ids=BAD)
+def test_a_geometry_that_reaches_outside_a_buffer_is_refused(isa, table):
+    with pytest.raises(ValueError, match=r"geometry|parameter"):
+        launch(run.kernels, table)
+
+
+def test_buffers_of_unequal_size_are_refused(isa):
+    with pytest.raises(ValueError, match="size"):
+        launch(run.kernels, GOOD, y=23)
+
+
+def test_isa_can_be_forced_and_never_falls_back():
+    code = "import chunkq.kernels as k; print(k.ISA)"
+    assert python(code, CHUNKQ_ISA="baseline").stdout.strip() == "baseline"
+    done = python(code, CHUNKQ_ISA="avx9")
+    assert done.returncode != 0
+    assert "CHUNKQ_ISA='avx9'" in done.stderr
+
+
+def test_default_threads_from_the_environment():
+    code = "import chunkq.threads as t; print(t.DEFAULT_THREADS)"
+    assert python(code, CHUNKQ_NUM_THREADS="5").stdout.strip() == "5"
+    assert "CHUNKQ_NUM_THREADS='none'" in python(code, CHUNKQ_NUM_THREADS="none").stderr
+
+
+def disassembled(isa):
+    return subprocess.run(
+        ["objdump", "-d", kernels.load(isa).__file__], capture_output=True, text=True, check=True
+    ).stdout
+
+
+needs_objdump = pytest.mark.skipif(
+    shutil.which("objdump") is None or platform.machine() != "x86_64" or os.environ.get("CHUNKQ_DEBUG") == "1",
+    reason="looks at optimised x86-64 machine code",
+)
+
+
+@needs_objdump
+@pytest.mark.skipif("avx2" not in _cpu.supported(), reason="the module can only be loaded on a CPU with AVX2")
+def test_avx2_divides_vectors():
+    code = disassembled("avx2")
+    if "vdivss" in code and "ymm" not in code:
+        pytest.fail("AVX2 code without vectors")
+    assert any("vdivps" in line and "ymm" in line for line in code.splitlines())
+
+
+@needs_objdump
+def test_nothing_is_fused():
+    for isa in kernels.built():
+        if isa in _cpu.supported():
+            assert "vfmadd" not in disassembled(isa)
+
+
+# ---- threads and fork (R13)
+
+FORK = """
+import os, sys, time
+import numpy as np, chunkq
+x = np.arange(1 << 22, dtype=np.uint8).reshape(64, -1)
+scale = np.linspace(-1, 1, 64, dtype=np.float32)
+expected = x.astype(np.float32) * scale[:, None]
+def check():
+    return np.array_equal(chunkq.dequantize_linear(x, scale, axis=0, n_threads=2), expected)
+assert check()
+child = os.fork()
+if child == 0:
+    os._exit(0 if check() and check() else 1)
+deadline = time.monotonic() + 5
+while time.monotonic() < deadline:
+    pid, status = os.waitpid(child, os.WNOHANG)
+    if pid:
+        sys.exit(os.waitstatus_to_exitcode(status))
+    time.sleep(0.01)
+os.kill(child, 9)
+sys.exit("the child hangs")
+"""
+
+POOL = """
+import multiprocessing
+import numpy as np, chunkq
+x = np.arange(1 << 22, dtype=np.uint8).reshape(64, -1)
+scale = np.linspace(-1, 1, 64, dtype=np.float32)
+def work(i):
+    y = chunkq.dequantize_linear(x, scale, axis=0, n_threads=2)
+    return bool(np.array_equal(y, x.astype(np.float32) * scale[:, None]))
+if __name__ == "__main__":
+    assert work(0)
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        assert pool.map_async(work, range(6)).get(timeout=20) == [True] * 6
+    assert work(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork exists on POSIX only")
+@pytest.mark.parametrize("code", [FORK, POOL], ids=["fork", "pool"])
+def test_forked_children_run_threads_of_their_own(code):
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_eight_threads_on_the_same_arrays(isa):
+    def work(i):
+        return np.array_equal(chunkq.dequantize_linear(X, SCALE, axis=0, n_threads=i % 3 + 1), Y)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(32)))
+
+
+def test_beside_another_openmp_library():
+    """onnxruntime and numpy bring thread pools of their own; both run between two of ours."""
+    code = (
+        "import numpy as np, onnxruntime, chunkq\n"
+        "x = np.ones((512, 4096), np.uint8)\n"
+        "for _ in range(3):\n"
+        "    y = chunkq.dequantize_linear(x, 0.5, n_threads=2)\n"
+        "    assert float((y[:512, :512] @ y[:512, :512])[0, 0]) == 128.0\n"
+    )
+    done = python(code)
+    assert done.returncode == 0, done.stderr
