@@ -115,8 +115,8 @@ def _cut_dask(param: ParamSpec, value: Any, chunks: Chunks) -> Any:
             along = (slice(None),) * axis
             value = da.concatenate([value[(*along, slice(a, b))] for a, b in cuts], axis=axis)
             value = value.rechunk({axis: tuple(b - a for a, b in cuts)})
-        elif k == 1:
-            value = value.rechunk({axis: chunks[axis]})
+        else:
+            value = value.rechunk({axis: chunks[axis] if k else -1})
     return value
 
 

@@ -90,7 +90,7 @@ def test_processes_and_clusters(tmp_path, scheduler):
         chunkq.plan(OP, source, tmp_path / "y.zarr", scheduler=scheduler, workers=2).run()
     else:
         with (
-            LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, host="127.0.0.1") as cluster,
+            LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0", host="127.0.0.1") as cluster,
             Client(cluster) as client,
         ):
             plan = chunkq.plan(OP, source, tmp_path / "y.zarr", scheduler=cluster.scheduler_address)
