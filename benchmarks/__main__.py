@@ -1,0 +1,94 @@
+"""The command line: ``python -m benchmarks kernels`` or ``python -m benchmarks pipeline``.
+
+Exit code 0: all that was timed answered right; 1: a contender answered wrong (its row says how); 2: a wrong request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from benchmarks import frame, kernels, pipeline
+
+EPILOG = """\
+examples:
+  python -m benchmarks kernels                        64 M elements, larger than most caches: about two minutes
+  python -m benchmarks kernels --rows last,small      the cases with one of these words in their name
+  python -m benchmarks kernels --list                 the cases
+  python -m benchmarks pipeline --json pipeline.json  256 MiB to 1 GiB, without a codec and with zstd: several minutes
+
+The table goes to stdout, progress to stderr. Every answer is checked before it is timed. Peers come with
+pip install 'chunkq[bench]'; one that is missing has a row that says so.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Time chunkq against its peers: kernels in memory, or a pipeline from zarr to zarr.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("suite", choices=("kernels", "pipeline"))
+    top.add_argument("--quick", action="store_true", help="fewer elements (16 M) and 3 rounds instead of 7")
+    top.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the rows, machine, versions and commit there as well"
+    )
+    top.add_argument("--elements", type=positive, metavar="N", help="elements of the tensor")
+    top.add_argument("--rounds", type=positive, metavar="N", help="rounds; every contender runs once in each")
+    top.add_argument("--rows", metavar="NAME,...", help="only cases with one of these words in their name")
+    top.add_argument("--list", action="store_true", help="print the names of the cases and stop")
+    return top
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a positive integer")
+    return value
+
+
+def chosen(cases: dict[str, frame.Maker], rows: str | None) -> dict[str, frame.Maker]:
+    """The cases with one of the words in their name; none is an error, so that a typing mistake is not an empty table."""
+    if rows is None:
+        return cases
+    words = [word.strip().lower() for word in rows.split(",") if word.strip()]
+    found = {name: make for name, make in cases.items() if any(word in name.lower() for word in words)}
+    if not found:
+        raise RequestError(f"--rows {rows}: no case has such a name; there are: {'; '.join(cases)}")
+    return found
+
+
+class RequestError(Exception):
+    """A wrong request."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    module = kernels if options.suite == "kernels" else pipeline
+    elements = options.elements or (module.QUICK_ELEMENTS if options.quick else module.ELEMENTS)
+    rounds = options.rounds or (frame.QUICK_ROUNDS if options.quick else frame.ROUNDS)
+    cases = chosen(module.cases(elements), options.rows)
+    if options.list:
+        print("\n".join(cases))
+        return 0
+    rows: list[frame.Row] = []
+    for name, make in cases.items():
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        rows += frame.measure(make(), rounds)
+    about = frame.environment() | {"suite": options.suite, "elements": elements, "rounds": rounds}
+    print(frame.markdown(rows, about, module.LEGEND))
+    if options.json:
+        options.json.write_text(json.dumps(about | {"rows": [row.to_dict() for row in rows]}, indent=1) + "\n")
+    return int(any(row.status == "wrong" for row in rows))
+
+
+# Guarded: the pipeline's worker processes import this module anew.
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except RequestError as error:
+        print(f"python -m benchmarks: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,110 @@
+"""The benchmarks run, and their frame times nothing that is wrong."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def frame(monkeypatch):
+    # last, so that an installed chunkq still comes before a source tree without compiled kernels
+    monkeypatch.syspath_prepend(ROOT)
+    sys.path.append(sys.path.pop(0))
+    return importlib.import_module("benchmarks.frame")
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("suite", ["kernels", "pipeline"])
+def test_a_tiny_run(suite, tmp_path):
+    done = run(suite, "--quick", "--elements", 4096, "--json", tmp_path / "out.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["suite"] == suite
+    assert result["elements"] == 4096
+    cases = {row["case"] for row in result["rows"]}
+    timed = {row["case"]: row for row in result["rows"] if row["contender"] == "chunkq"}
+    assert set(timed) == cases
+    for row in timed.values():
+        assert (row["status"], row["ratio"], len(row["times"])) == ("timed", 1.0, 3)
+        assert 0 < row["min"] <= row["median"] <= row["max"]
+    assert all(row["status"] in ("timed", "absent") for row in result["rows"])
+    assert all(case in done.stdout for case in cases)
+    assert str(ROOT) not in done.stdout + json.dumps(result)
+
+
+def test_a_case_that_is_not_there():
+    done = run("kernels", "--rows", "nonsense")
+    assert done.returncode == 2
+    assert "there are: DequantizeLinear" in done.stderr
+
+
+def contenders(frame, wrong):
+    """A right one, and one that is wrong and counts its runs."""
+    expected = np.arange(6, dtype=np.float32).reshape(2, 3)
+    runs = []
+
+    def run_wrong():
+        runs.append(1)
+        return wrong(expected)
+
+    check = frame.exact(expected)
+    both = {"chunkq": frame.Contender(expected.copy, check), "peer": frame.Contender(run_wrong, check)}
+    return frame.Case("case", 6, both), runs
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda y: np.nextafter(y, np.float32(9)),
+        lambda y: np.negative(y) * np.float32(-1) * np.where(y == 0, np.float32(-1), np.float32(1)),
+        lambda y: y.astype(np.float64),
+        lambda y: y[:1],
+        lambda y: np.full_like(y, np.nan),
+    ],
+    ids=["last bit", "sign of zero", "dtype", "shape", "nothing written"],
+)
+def test_a_wrong_contender_is_never_timed(frame, wrong):
+    case, runs = contenders(frame, wrong)
+    right, refused = frame.measure(case, rounds=3)
+    assert (right.status, len(right.times), right.ratio) == ("timed", 3, 1.0)
+    assert (refused.status, refused.times, refused.ratio) == ("wrong", (), None)
+    assert refused.remark.startswith("WRONG ANSWER, not timed: ")
+    assert len(runs) == 1  # the check's own
+
+
+def test_a_wrong_chunkq_leaves_no_ratios(frame):
+    case, _ = contenders(frame, lambda y: y)
+    swapped = dict(zip(("peer", "chunkq"), case.contenders.values(), strict=True))
+    swapped["chunkq"] = frame.Contender(lambda: np.zeros(6, np.float32), swapped["peer"].check)
+    rows = frame.measure(frame.Case("case", 6, swapped), rounds=3)
+    assert [(row.status, row.ratio) for row in rows] == [("timed", None), ("wrong", None)]
+
+
+def test_an_absent_peer_says_how_to_get_it(frame):
+    absent = frame.absent("onnxruntime", ModuleNotFoundError("No module", name="onnxruntime"))
+    case = frame.Case("case", 6, {"chunkq": frame.Contender(lambda: 0), "onnxruntime": absent})
+    row = frame.measure(case, rounds=3)[1]
+    assert row.status == "absent"
+    about = {"cpu": "", "cores": 1, "isa": "", "commit": "", "python": "", "versions": {}, "elements": 6, "rounds": 3}
+    assert "pip install 'chunkq[bench]'" in frame.markdown([row], about, "")
+
+
+def test_the_tolerance_is_one_level(frame):
+    expected = np.zeros(4, np.float32)
+    check = frame.within_one_level(expected, np.float32(0.5))
+    assert check(expected) == ""
+    assert check(np.array([0, 0, 0, 0.5], np.float32)) == "not exact: 25% of elements differ, by at most one level"
+    for wrong in (0.6, np.nan):
+        with pytest.raises(frame.WrongAnswer):
+            check(np.array([0, 0, 0, wrong], np.float32))
