@@ -101,6 +101,17 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
         raise SpecError("chunks", f"{option} {text!r}: expected integers such as 4,1024,1024") from error
 
 
+def _lying_on_one_axis(source: Any, scale: Any, zero_point: Any) -> tuple[int | None, Any, Any]:
+    """A scale kept at x's rank, (N, 1) for x of (N, K), says itself which axis it lies on; ONNX wants it 1-D."""
+    shape = getattr(scale, "shape", ())
+    long = [a for a, n in enumerate(shape) if n != 1]
+    if not hasattr(scale, "reshape") or len(shape) != len(source.shape) or len(shape) < 2 or len(long) != 1:
+        return None, scale, zero_point
+    click.echo(f"axis {long[0]}: scale has the shape {shape}", err=True)
+    same = hasattr(zero_point, "reshape") and zero_point.shape == shape
+    return long[0], scale.reshape(-1), zero_point.reshape(-1) if same else zero_point
+
+
 def _axis_for(source: Any, scale: Any, axis: int | None) -> int:
     """The axis of a 1-D scale: as given, or the only one it can be. Never a guess."""
     if axis is not None:
@@ -264,7 +275,10 @@ def _add_operators(group: click.Group, *, planning: bool) -> None:
 
         source = open_source(src)
         scales = _parameter("--scale", scale)
-        op = DequantizeLinear(scales, _parameter("--zero-point", zero_point), axis=_axis_for(source, scales, axis))
+        zeros = _parameter("--zero-point", zero_point)
+        if axis is None:
+            axis, scales, zeros = _lying_on_one_axis(source, scales, zeros)
+        op = DequantizeLinear(scales, zeros, axis=_axis_for(source, scales, axis))
         _go(op, source, dst, {"dry_run": planning} | options)
 
     @group.command(name="fake-quantize")

@@ -6,7 +6,7 @@ works with `array.query-planning` on and off. x is never rechunked.
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import dask
@@ -111,7 +111,7 @@ def _cut_dask(param: ParamSpec, value: Any, chunks: Chunks) -> Any:
     for axis, (k, edge) in enumerate(zip(param.steps, _edges(chunks), strict=True)):
         if k > 1:
             # neighbouring blocks of x may share an element: its edges are then repeated
-            cuts = [(a // k, -(-b // k)) for a, b in zip(edge, edge[1:], strict=False)]
+            cuts = [(a // k, -(-b // k)) for a, b in pairwise(edge)]
             along = (slice(None),) * axis
             value = da.concatenate([value[(*along, slice(a, b))] for a, b in cuts], axis=axis)
             value = value.rechunk({axis: tuple(b - a for a, b in cuts)})

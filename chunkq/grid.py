@@ -39,9 +39,7 @@ def region(shape: Shape, unit_shape: Shape, index: int) -> Region:
     for n in reversed(counts(shape, unit_shape)):
         index, place = divmod(index, n)
         places.append(place)
-    return tuple(
-        slice(i * k, min((i + 1) * k, n)) for i, k, n in zip(reversed(places), unit_shape, shape, strict=True)
-    )
+    return tuple(slice(i * k, min((i + 1) * k, n)) for i, k, n in zip(reversed(places), unit_shape, shape, strict=True))
 
 
 def regions(shape: Shape, unit_shape: Shape) -> Iterator[Region]:

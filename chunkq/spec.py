@@ -136,10 +136,10 @@ def _dequantize_steps(
     if scale_shape in ((), (1,)):
         return (-1,) * len(scale_shape), (0,) * rank, None
     if len(scale_shape) != 1:
-        raise SpecError(
-            "scale_shape",
-            f"scale has shape {scale_shape}; expected a scalar, or 1-D along axis (blocked scales need block_size)",
-        )
+        long = [a for a, n in enumerate(scale_shape) if n != 1]
+        one = len(scale_shape) == rank and len(long) == 1
+        way = f"pass scale.reshape(-1) with axis={long[0]}" if one else "blocked scales need block_size"
+        raise SpecError("scale_shape", f"scale has shape {scale_shape}; expected a scalar, or 1-D along axis ({way})")
     hint = "; pass axis=0" if rank == 1 and scale_shape == shape else ""
     axis = normalize_axis(axis, rank, hint)
     if scale_shape[0] != shape[axis]:

@@ -17,7 +17,9 @@ seeds = st.integers(0, 2**32 - 1)
 
 def _with_specials(rng, values, share, dtype):
     with np.errstate(over="ignore"):  # 3.4e38 is infinite in float16
-        return np.where(rng.random(np.shape(values)) < share, rng.choice(SPECIAL, np.shape(values)), values).astype(dtype)
+        return np.where(rng.random(np.shape(values)) < share, rng.choice(SPECIAL, np.shape(values)), values).astype(
+            dtype
+        )
 
 
 def integers(rng, shape, dtype):

@@ -76,6 +76,18 @@ def test_a_square_tensor_needs_the_axis():
 
 
 @pytest.mark.usefixtures("folder")
+def test_a_scale_at_full_rank_says_which_axis():
+    save("square.zarr", X[:, :6])
+    for axis, shape in ((0, (6, 1)), (1, (1, 6))):
+        np.save("scale.npy", ROWS.reshape(shape))
+        np.save("zero.npy", np.int8(range(6)).reshape(shape))
+        command = ["dequantize", "square.zarr", f"y{axis}.zarr", "--scale", "scale.npy", "--zero-point", "zero.npy"]
+        assert f"axis {axis}: scale has the shape" in run(*command).stderr
+        codes = X[:, :6].astype(np.float32) - np.float32(range(6)).reshape(shape)
+        np.testing.assert_array_equal(zarr.open_array(f"y{axis}.zarr")[:], codes * ROWS.reshape(shape))
+
+
+@pytest.mark.usefixtures("folder")
 def test_fake_quantize():
     f = np.random.default_rng(1).standard_normal((2, 5, 5)).astype(np.float32)
     save("f.zarr", f)
@@ -121,6 +133,7 @@ def test_layout_options():
     assert (y.chunks, y.shards) == ((2, 4), (4, 8))
 
 
+RANGE = ["--input-low", "0", "--input-high", "1", "--output-low", "0", "--output-high", "1"]
 BAD = {
     "no source": (["dequantize", "none.zarr", "y.zarr", "--scale", "1"], "no such file"),
     "source is no array": (["dequantize", ".", "y.zarr", "--scale", "1"], "not a readable zarr array"),
@@ -137,14 +150,14 @@ BAD = {
     "limit in words": (["dequantize", "x.zarr", "y.zarr", "--scale", "1", "--max-mem", "much"], "max_mem='much'"),
     "chunks": (["dequantize", "x.zarr", "y.zarr", "--scale", "1", "--chunks", "a,b"], "--chunks 'a,b'"),
     "scheduler": (["dequantize", "x.zarr", "y.zarr", "--scale", "1", "--scheduler", "dask"], "scheduler='dask'"),
-    "levels": (["fake-quantize", "f.zarr", "y.zarr", *"--input-low 0 --input-high 1 --output-low 0".split(),
-                "--output-high", "1", "--levels", "1"], "levels=1"),
-    "range": (["fake-quantize", "f.zarr", "y.zarr", *"--input-low 0,1 --input-high 1 --output-low 0".split(),
-               "--output-high", "1", "--levels", "4"], "input_low has shape (2,)"),
-    "type": (["fake-quantize", "x.zarr", "y.zarr", *"--input-low 0 --input-high 1 --output-low 0".split(),
-              "--output-high", "1", "--levels", "4"], "x is int8"),
+    "levels": (["fake-quantize", "f.zarr", "y.zarr", *RANGE, "--levels", "1"], "levels=1"),
+    "range": (
+        ["fake-quantize", "f.zarr", "y.zarr", *RANGE, "--input-low", "0,1", "--levels", "4"],
+        "input_low has shape (2,)",
+    ),
+    "type": (["fake-quantize", "x.zarr", "y.zarr", *RANGE, "--levels", "4"], "x is int8"),
     "option": (["dequantize", "x.zarr", "y.zarr"], "--scale"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.usefixtures("folder")

@@ -32,7 +32,8 @@ class Other:
 REQUESTS = {
     "scale too long": (dq(X, [1.0] * 5), "scale_shape", "scale has 5"),
     "scale on the other axis": (dq(X, [1.0] * 3), "scale_shape", "axis=0 has that length"),
-    "2-D scale": (dq(X, np.ones((1, 4), np.float32)), "scale_shape", "block_size"),
+    "2-D scale": (dq(X, np.ones((3, 4), np.float32)), "scale_shape", "block_size"),
+    "scale at full rank": (dq(X, np.ones((3, 1), np.float32)), "scale_shape", "scale.reshape(-1) with axis=0"),
     "(1, 1) scale": (dq(X, np.ones((1, 1), np.float32)), "scale_shape", "scale"),
     "axis": (dq(X, [1.0] * 4, axis=2), "axis", "axis=2"),
     "negative axis": (dq(X, [1.0] * 4, axis=-3), "axis", "axis=-3"),
@@ -60,7 +61,11 @@ REQUESTS = {
     ),
     "negative block size": (dq(X, np.ones((3, 2), np.float32), block_size=-2), "block_size", "block_size=-2"),
     "fractional block size": (dq(X, 1.0, block_size=2.5), "block_size", "block_size=2.5"),
-    "block sizes of another rank": (dq(X, np.ones((3, 2), np.float32), block_size=(1, 2, 3)), "block_size", "2 positive"),
+    "block sizes of another rank": (
+        dq(X, np.ones((3, 2), np.float32), block_size=(1, 2, 3)),
+        "block_size",
+        "2 positive",
+    ),
     "block size 0 in a tuple": (dq(X, np.ones((3, 2), np.float32), block_size=(1, 0)), "block_size", "2 positive"),
     "scalar scale with blocks": (dq(X, 1.0, block_size=2), "scale_shape", "rank, 2"),
     "too few blocks": (dq(X, np.ones((3, 1), np.float32), block_size=2), "scale_shape", "length 1 on axis 1"),

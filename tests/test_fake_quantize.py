@@ -144,5 +144,10 @@ def test_layouts(dtype, isa):
     x, ranges = request(rng, (5, 6, 7), dtype)
     expected = reference.fake_quantize(x, *ranges, 16)
     swapped = [r.astype(r.dtype.newbyteorder(">")) for r in ranges]
-    for view in (np.asfortranarray(x), x[::-1].copy()[::-1], x.astype(x.dtype.newbyteorder(">")), np.repeat(x, 2, 1)[:, ::2]):
+    for view in (
+        np.asfortranarray(x),
+        x[::-1].copy()[::-1],
+        x.astype(x.dtype.newbyteorder(">")),
+        np.repeat(x, 2, 1)[:, ::2],
+    ):
         assert reference.same_bits(chunkq.fake_quantize(view, *swapped, 16), expected)

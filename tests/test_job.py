@@ -90,7 +90,9 @@ def test_processes_and_clusters(tmp_path, scheduler):
         chunkq.plan(OP, source, tmp_path / "y.zarr", scheduler=scheduler, workers=2).run()
     else:
         with (
-            LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0", host="127.0.0.1") as cluster,
+            LocalCluster(
+                n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0", host="127.0.0.1"
+            ) as cluster,
             Client(cluster) as client,
         ):
             plan = chunkq.plan(OP, source, tmp_path / "y.zarr", scheduler=cluster.scheduler_address)
@@ -164,7 +166,7 @@ def test_every_object_is_written_and_checked(tmp_path):
     data = bytearray(objects[0].read_bytes())
     data[3] ^= 1
     objects[0].write_bytes(data)
-    with pytest.raises(ValueError, match="(?i)checksum"):
+    with pytest.raises(ValueError, match=r"(?i)checksum"):
         zarr.open_array(tmp_path / "y.zarr")[:]
 
 
@@ -180,7 +182,14 @@ def test_plan_shows_everything_and_writes_nothing(tmp_path):
     before = tree(tmp_path)
     plan = chunkq.plan(OP, source, tmp_path / "y.zarr", max_mem="3GiB")
     text = str(plan)
-    for part in ("(x - zero_point) * scale", "per-axis, axis 0", "int8 (30, 40)", "float32", "(10, 15)", "zstd, crc32c"):
+    for part in (
+        "(x - zero_point) * scale",
+        "per-axis, axis 0",
+        "int8 (30, 40)",
+        "float32",
+        "(10, 15)",
+        "zstd, crc32c",
+    ):
         assert part in text
     fields = json.loads(plan.to_json())
     assert fields["units"] == plan.units
@@ -204,7 +213,7 @@ def test_memory_is_the_sum_of_its_terms():
 
 def test_too_little_memory_names_the_least(tmp_path):
     source = write(tmp_path / "x.zarr")
-    with pytest.raises(chunkq.SpecError, match="at least ([0-9.]+ MiB)") as caught:
+    with pytest.raises(chunkq.SpecError, match=r"at least [0-9.]+ MiB") as caught:
         chunkq.plan(OP, source, tmp_path / "y.zarr", max_mem="1MiB")
     assert caught.value.reason == "max_mem"
     least = str(caught.value).split("at least ")[1].split(" (")[0]
@@ -249,9 +258,7 @@ def test_missing_objects_are_an_error_unless_filled(tmp_path):
     chunkq.plan(OP, source, tmp_path / "y.zarr", missing="fill").run()
     expected = X.copy()
     expected[10:20, 30:40] = 7
-    np.testing.assert_array_equal(
-        zarr.open_array(tmp_path / "y.zarr")[:], expected.astype(np.float32) * SCALE[:, None]
-    )
+    np.testing.assert_array_equal(zarr.open_array(tmp_path / "y.zarr")[:], expected.astype(np.float32) * SCALE[:, None])
 
 
 def test_an_empty_object_counts_as_missing(tmp_path):

@@ -1,8 +1,8 @@
 """Every loop of chunkq; compiled once per instruction set (directives and flags stand in setup.py).
 
-A tensor arrives as bytes with its axes collapsed by chunkq.run into rows. Along a row each parameter is constant, advances
-by one element, or changes every `step` elements. A row is computed tile by tile: load to the arithmetic type, formula, store.
-Which element types exist is the business of load() and store() alone, which formula that of constant() and advancing().
+A tensor arrives as bytes with its axes collapsed by chunkq.run into rows. Along a row each parameter is constant,
+advances by one element, or changes every `step` elements. A row is computed tile by tile: load to the arithmetic type,
+formula, store. Which element types exist is the business of load() and store() alone, which formula that of constant() and advancing().
 
 geometry is a table of integers, one column per collapsed axis, the row last:
     row 0         the axis's size
@@ -282,7 +282,7 @@ cdef void run_items(const Job* job, Py_ssize_t items, real top, int n_threads) n
 # ---- the entry points
 
 cdef void split_into_items(Job* job) noexcept nogil:
-    """Row slices where rows are long; several rows by a column tile where the parameters advance, to keep them in L1."""
+    """Row slices where rows are long; rows by a column tile where parameters advance, to keep them in L1."""
     job.columns = min(job.row, <Py_ssize_t>(TILE if job.advancing and job.rows > 1 else ITEM))
     job.row_block = max(<Py_ssize_t>1, ITEM // job.columns)
     job.row_blocks = (job.rows + job.row_block - 1) // job.row_block
