@@ -15,3 +15,16 @@ def isa(request, monkeypatch):
     monkeypatch.setattr(run, "kernels", module)
     monkeypatch.setattr(run, "_RUNNERS", {"float32": module.run_float32, "float64": module.run_float64})
     return request.param
+
+
+@pytest.fixture(scope="session")
+def run_region():
+    """Call with operator, x, region: the region alone, its parameters cut as the Dask and zarr tasks cut them."""
+
+    def run_one(op, x, region, n_threads=1):
+        spec, params = op.bind(x.shape, x.dtype.name)
+        cut = tuple(value[param.own_region(region)] for param, value in zip(spec.params, params, strict=True))
+        start = tuple(part.start for part in region)
+        return run.run_chunk(spec, x[region], cut, start=start, n_threads=n_threads)
+
+    return run_one

@@ -48,6 +48,11 @@ def ranges(rng, shape, dtype):
     return _with_specials(rng, values, 0.05, dtype)
 
 
+def region(rng, shape):
+    """A random part of a tensor, an empty one now and then."""
+    return tuple(slice(*(int(v) for v in np.sort(rng.integers(0, n + 1, 2)))) for n in shape)
+
+
 def cut(rng, n):
     """Split a length into random chunks, an empty one now and then."""
     edges = np.sort(rng.integers(0, n + 1, rng.integers(0, 4)))

@@ -10,7 +10,7 @@ from hypothesis import given
 from onnx import TensorProto, helper
 
 import chunkq
-from chunkq.run import STREAM_BYTES, run_chunk
+from chunkq.run import STREAM_BYTES
 
 ONNX_TYPES = {
     np.uint8: (TensorProto.UINT8, 13),
@@ -21,12 +21,11 @@ ONNX_TYPES = {
 }
 
 
-def onnxruntime_answer(x, scale, zero_point, axis, opset):
+def onnxruntime_answer(x, scale, zero_point, opset, **attributes):
     inputs = {"x": x, "scale": scale} | ({} if zero_point is None else {"zero_point": zero_point})
     code = ONNX_TYPES[x.dtype.type][0]
     types = {"x": code, "scale": TensorProto.FLOAT, "zero_point": code}
     infos = [helper.make_tensor_value_info(n, types[n], list(v.shape)) for n, v in inputs.items()]
-    attributes = {} if opset == 10 else {"axis": axis}
     node = helper.make_node("DequantizeLinear", list(inputs), ["y"], **attributes)
     result = helper.make_tensor_value_info("y", TensorProto.FLOAT, list(x.shape))
     model = helper.make_model(
@@ -58,12 +57,38 @@ def test_bits_of_onnxruntime(dtype, rank, isa):
         for axis in [None, *range(-rank, rank)]:
             x, scale, zero_point = request(rng, shape, dtype, axis)
             for version in {opset, 10} if axis is None and opset == 13 else {opset}:
-                expected = onnxruntime_answer(x, scale, zero_point, 1 if axis is None else axis, version)
+                attributes = {} if version == 10 else {"axis": 1 if axis is None else axis}
+                expected = onnxruntime_answer(x, scale, zero_point, version, **attributes)
                 found = chunkq.dequantize_linear(x, scale, zero_point, axis=1 if axis is None else axis)
                 assert reference.same_bits(found, expected), (shape, axis, version)
                 assert reference.same_bits(
                     found, reference.dequantize_linear(x, scale, zero_point, 1 if axis is None else axis)
                 )
+
+
+def counts(shape, block_size):
+    return tuple(-(-n // b) for n, b in zip(shape, block_size, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int16])
+@pytest.mark.parametrize("shape", [(8,), (7,), (4, 7), (5, 3, 4), (2, 3, 9, 2)])
+def test_blocks_of_onnxruntime(dtype, shape):
+    """The one outside oracle for blocks: every axis, the last block whole or shorter."""
+    rng = np.random.default_rng(len(shape))
+    for axis in range(-len(shape), len(shape)):
+        for block_size in (1, 2, 3, 4, 16):
+            n = counts(shape, [block_size if a == axis % len(shape) else 1 for a in range(len(shape))])
+            if n == (1,):
+                continue  # onnxruntime takes it for per-tensor and refuses the block size
+            x, scale, zero_point = (
+                strategies.integers(rng, shape, dtype),
+                strategies.scales(rng, n),
+                strategies.integers(rng, n, dtype),
+            )
+            expected = onnxruntime_answer(x, scale, zero_point, 21, axis=axis, block_size=block_size)
+            found = chunkq.dequantize_linear(x, scale, zero_point, axis=axis, block_size=block_size)
+            assert reference.same_bits(found, expected), (axis, block_size)
+            assert reference.same_bits(reference.dequantize_linear(x, scale, zero_point, axis, block_size), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int16])
@@ -101,27 +126,43 @@ def test_blocks(size, block_size, isa):
     rng = np.random.default_rng([size, block_size])
     for shape, axis in (((3, size), 1), ((size, 3), 0), ((2, size, 2), 1)):
         x = strategies.integers(rng, shape, np.uint8)
-        counts = tuple(-(-n // block_size) if a == axis else n for a, n in enumerate(shape))
-        scale, zero_point = strategies.scales(rng, counts), strategies.integers(rng, counts, np.uint8)
+        n = counts(shape, [block_size if a == axis else 1 for a in range(len(shape))])
+        scale, zero_point = strategies.scales(rng, n), strategies.integers(rng, n, np.uint8)
         found = chunkq.dequantize_linear(x, scale, zero_point, axis=axis, block_size=block_size)
         assert reference.same_bits(found, reference.dequantize_linear(x, scale, zero_point, axis, block_size))
 
 
+def blocked(rng, shape, block_size):
+    """x, its operator and the whole answer."""
+    n = counts(shape, block_size)
+    x, scale, zero_point = (
+        strategies.integers(rng, shape, np.int16),
+        strategies.scales(rng, n),
+        strategies.integers(rng, n, np.int16),
+    )
+    whole = reference.dequantize_linear(x, scale, zero_point, 0, block_size)
+    return x, chunkq.DequantizeLinear(scale, zero_point, block_size=block_size), whole
+
+
 @given(strategies.solid_shapes, strategies.seeds)
-def test_a_region_equals_the_slice_of_the_whole(shape, seed):
+def test_a_region_equals_the_slice_of_the_whole(run_region, shape, seed):
     """R12: any region, beginning inside blocks, gives the bits of the whole."""
     rng = np.random.default_rng(seed)
-    block_size = tuple(int(b) for b in rng.integers(1, 5, len(shape)))
-    scale = strategies.scales(rng, tuple(-(-n // b) for n, b in zip(shape, block_size, strict=True)))
-    x = strategies.integers(rng, shape, np.int16)
-    whole = reference.dequantize_linear(x, scale, None, 0, block_size)
-    op = chunkq.DequantizeLinear(scale, block_size=block_size)
-    spec, params = op.bind(shape, "int16")
-    ends = [sorted(rng.integers(0, n + 1, 2)) for n in shape]
-    region = tuple(slice(int(a), int(b)) for a, b in ends)
-    cut = tuple(p[spec.params[0].own_region(region)] for p in params)
-    found = run_chunk(spec, x[region], cut, start=tuple(part.start for part in region))
-    assert reference.same_bits(found, whole[region])
+    x, op, whole = blocked(rng, shape, tuple(int(b) for b in rng.integers(1, 5, len(shape))))
+    region = strategies.region(rng, shape)
+    assert reference.same_bits(run_region(op, x, region), whole[region])
+
+
+@pytest.mark.parametrize("shape", [(40_000,), (3, 9000), (300, 90), (40, 3, 250)])
+@pytest.mark.parametrize("n_threads", [1, 2, 7])
+def test_regions_that_begin_inside_large_blocks(shape, n_threads, isa, run_region):
+    """Blocks below, at and above the kernels' short run (32) and tile (1024), on every axis."""
+    rng = np.random.default_rng([n_threads, *shape])
+    for _ in range(12):
+        block_size = tuple(int(b) for b in rng.choice([1, 2, 31, 32, 33, 100, 1500], len(shape)))
+        x, op, whole = blocked(rng, shape, block_size)
+        for region in (strategies.region(rng, shape), tuple(slice(n // 3, n) for n in shape)):
+            assert reference.same_bits(run_region(op, x, region, n_threads), whole[region]), (block_size, region)
 
 
 @given(strategies.shapes, strategies.seeds)
@@ -198,6 +239,19 @@ def test_large_outputs_leave_past_the_caches(n_threads, offset, isa):
         assert reference.same_bits(out, reference.dequantize_linear(x, scale, None, axis))
     assert (memory[:offset] == -7).all()
     assert (memory[offset + x.size :] == -7).all()
+
+
+@pytest.mark.parametrize("block_size", [(3, 5), (1, 33), (2, 5000)])
+def test_large_blocked_outputs(block_size, isa):
+    rng = np.random.default_rng(2)
+    x, op, whole = blocked(rng, (3, STREAM_BYTES // 12 + 99), block_size)
+    assert reference.same_bits(op(x, n_threads=2), whole)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0), (0, 0, 4)])
+def test_an_empty_out_is_taken(shape):
+    out = np.zeros(shape, np.float32)  # NumPy gives it strides of 0, but no two elements share memory
+    assert chunkq.dequantize_linear(np.zeros(shape, np.int8), 0.5, out=out) is out
 
 
 def test_scalars_lists_and_empty_tensors():

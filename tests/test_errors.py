@@ -40,6 +40,8 @@ REQUESTS = {
     "fractional axis": (dq(X, [1.0] * 4, axis=1.0), "axis", "axis=1.0"),
     "axis True": (dq(X, [1.0] * 4, axis=True), "axis", "axis=True"),
     "1-D x and the default axis": (dq(X[0], [1.0] * 4), "axis", "pass axis=0"),
+    "axis a list": (dq(X, [1.0] * 4, axis=[1]), "axis", "axis=[1]"),
+    "axis an array": (dq(X, [1.0] * 4, axis=np.array([0, 1])), "axis", "axis="),
     "rank 0 and a 1-D scale": (dq(np.int8(1), [1.0, 2.0]), "axis", "rank 0"),
     "float64 scale": (dq(X, np.ones(4)), "dtype", "scale.astype('float32')"),
     "float64 scalar": (dq(X, np.float64(0.5)), "dtype", "scale is float64"),
@@ -51,6 +53,7 @@ REQUESTS = {
     "object scale": (dq(X, np.array([1.0] * 4, object)), "dtype", "scale is object"),
     "zero point of another type": (dq(X, [1.0] * 4, np.zeros(4, np.uint8)), "dtype", "zero_point is uint8"),
     "zero point of another shape": (dq(X, [1.0] * 4, np.int8(0)), "zero_point_shape", "zero_point has shape ()"),
+    "zero point of a scalar": (dq(X, 1.0, [3]), "zero_point_shape", "zero_point has shape (1,)"),
     "zero point out of range": (dq(X, 1.0, 128), "value", "zero_point=128 is outside int8"),
     "fractional zero point": (dq(X, 1.0, 0.5), "value", "zero_point=0.5: expected integers"),
     "int32 zero point": (dq(X.astype(np.int32), 1.0, 3), "int32_zero_point", "zero_point holds 3"),
@@ -61,6 +64,7 @@ REQUESTS = {
     ),
     "negative block size": (dq(X, np.ones((3, 2), np.float32), block_size=-2), "block_size", "block_size=-2"),
     "fractional block size": (dq(X, 1.0, block_size=2.5), "block_size", "block_size=2.5"),
+    "block size an array": (dq(X, 1.0, block_size=np.array([1, 2])), "block_size", "block_size="),
     "block sizes of another rank": (
         dq(X, np.ones((3, 2), np.float32), block_size=(1, 2, 3)),
         "block_size",
@@ -78,11 +82,17 @@ REQUESTS = {
     "structured x": (dq(np.zeros(3, "i1,i1"), 1.0), "dtype", "x is"),
     "masked x": (dq(np.ma.masked_equal(X, 0), 1.0), "masked", "x is a masked array"),
     "masked scale": (dq(X, np.ma.masked_equal(np.float32([1, 1, 0, 1]), 0)), "masked", "scale is a masked"),
+    "masked zero point": (dq(X, [1.0] * 4, np.ma.masked_equal(X[0], 0)), "masked", "zero_point is a masked"),
+    "masked range": (fq(F, np.ma.masked_equal(F[0], 0), 1.0, 0.0, 1.0), "masked", "input_low is a masked"),
+    "ragged x": (dq([[1], [1, 2]], 1.0), "value", "x is a ragged list"),
+    "uint32 x": (dq(X.astype(np.uint32), 1.0), "dtype", "x is uint32"),
     "another kind of x": (dq(Other(), 1.0), "argument", "x is a Other"),
     "another kind of scale": (dq(X, Other()), "argument", "scale is a Other"),
     "x None": (dq(None, 1.0), "argument", "x is a NoneType"),
     "n_threads 0": (dq(X, 1.0, n_threads=0), "n_threads", "n_threads=0"),
     "n_threads 1.5": (dq(X, 1.0, n_threads=1.5), "n_threads", "n_threads=1.5"),
+    "n_threads True": (dq(X, 1.0, n_threads=True), "n_threads", "n_threads=True"),
+    "n_threads an array": (dq(X, 1.0, n_threads=np.array([1, 2])), "n_threads", "n_threads="),
     "out of another shape": (dq(X, 1.0, out=np.zeros((4, 3), np.float32)), "out", "expected float32 (3, 4)"),
     "out of another type": (dq(X, 1.0, out=np.zeros((3, 4))), "out", "out is float64"),
     "out read-only": (dq(X, 1.0, out=np.broadcast_to(OUT, OUT.shape)), "out", "read-only"),
@@ -104,12 +114,16 @@ REQUESTS = {
     "levels True": (fq(F, levels=True), "levels", "levels=True"),
     "levels 2.0": (fq(F, levels=2.0), "levels", "levels=2.0"),
     "levels beyond float32": (fq(F, levels=2**24 + 2), "levels", "16777217"),
+    "levels a list": (fq(F, levels=[16]), "levels", "levels=[16]"),
+    "levels beyond float64": (fq(F.astype("f8"), levels=2**53 + 2), "levels", "9007199254740993"),
     "range beyond x": (fq(F[0], np.zeros((3, 4), np.float32), 1.0, 0.0, 1.0), "broadcast", "input_low"),
     "range of another length": (fq(F, 0.0, [1.0] * 3, 0.0, 1.0), "broadcast", "input_high has shape (3,)"),
     "range of another type": (fq(F, 0.0, 1.0, np.zeros(4), 1.0), "dtype", "output_low is float64"),
     "range of another type for float16": (fq(F.astype("f2"), 0.0, 1.0, np.float32(0), 1.0), "dtype", "output_low"),
     "range too large": (fq(F.astype("f2"), 0.0, 1.0, 0.0, 1e6), "value", "output_high"),
     "auto_broadcast": (fq(F, auto_broadcast="left"), "broadcast", "auto_broadcast='left'"),
+    "auto_broadcast a list": (fq(F, auto_broadcast=["numpy"]), "broadcast", "auto_broadcast=['numpy']"),
+    "broadcast_axis a list": (fq(F, auto_broadcast="pdpd", broadcast_axis=[1]), "axis", "broadcast_axis=[1]"),
     "broadcast_axis": (fq(F, auto_broadcast="pdpd", broadcast_axis=3), "axis", "broadcast_axis=3"),
     "pdpd past the end": (
         fq(F, [0.0] * 4, 1.0, 0.0, 1.0, auto_broadcast="pdpd", broadcast_axis=2),
@@ -127,6 +141,22 @@ def test_refused(request_, reason, part):
     assert caught.value.reason == reason
     assert part in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [1.0, True])
+def test_an_accepted_request_does_not_open_the_door_to_its_look_alike(wrong):
+    """1 == 1.0 == True: an answer remembered for one must not be given for another."""
+    dq(X, [1.0] * 4, axis=1)()
+    fq(F, auto_broadcast="pdpd", broadcast_axis=1)()
+    fq(F, levels=2)()
+    for request_, reason in (
+        (dq(X, [1.0] * 4, axis=wrong), "axis"),
+        (fq(F, auto_broadcast="pdpd", broadcast_axis=wrong), "axis"),
+        (fq(F, levels=float(2)), "levels"),
+    ):
+        with pytest.raises(chunkq.SpecError) as caught:
+            request_()
+        assert caught.value.reason == reason
 
 
 def test_errors_are_of_the_built_in_kind_and_survive_pickling():

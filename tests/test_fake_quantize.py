@@ -20,7 +20,7 @@ def request(rng, shape, dtype):
 
 def levels_for(rng, dtype):
     most = 2**53 + 1 if dtype is np.float64 else 2**24 + 1
-    return int(rng.choice([2, 3, 15, 16, 255, 256, 65536, most]))
+    return int(rng.choice([2, 3, 15, 16, 255, 256, 65536, most, rng.integers(2, most, endpoint=True)]))
 
 
 @given(strategies.shapes, strategies.seeds)
@@ -31,6 +31,16 @@ def test_random_ranges(shape, seed):
     levels = levels_for(rng, dtype)
     found = chunkq.fake_quantize(x, *ranges, levels, n_threads=seed % 2 + 1)
     assert reference.same_bits(found, reference.fake_quantize(x, *ranges, levels))
+
+
+@given(strategies.solid_shapes, strategies.seeds)
+def test_a_region_equals_the_slice_of_the_whole(run_region, shape, seed):
+    """R12, with four ranges of four shapes."""
+    rng = np.random.default_rng(seed)
+    x, ranges = request(rng, shape, FLOATS[seed % 3])
+    region = strategies.region(rng, shape)
+    whole = reference.fake_quantize(x, *ranges, 16)
+    assert reference.same_bits(run_region(chunkq.FakeQuantize(*ranges, 16), x, region), whole[region])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -74,13 +84,14 @@ def test_every_float16_code(isa):
 
 
 def test_float16_results_round_to_nearest_even(isa):
-    """Every float16 and the midpoints between neighbours come out as NumPy rounds them."""
-    x = np.float16(np.linspace(-70, 70, 4001))
-    ranges = [np.float16(v) for v in (-64, 64, -1.0005, 65504)]
-    for levels in (2, 17, 4097, 2**20):
-        assert reference.same_bits(
-            chunkq.fake_quantize(x, *ranges, levels), reference.fake_quantize(x, *ranges, levels)
-        )
+    """Products of two float16 fractions, exact in float32: ties of every kind, denormal ones among them."""
+    x = np.arange(2049).astype(np.float16)
+    for code in range(1, 0x7C00, 67):
+        for high in np.uint16([code, code | 0x8000]).view(np.float16):
+            ranges = [np.float16(0), np.float16(2048), np.float16(0), high]
+            assert reference.same_bits(
+                chunkq.fake_quantize(x, *ranges, 2049), reference.fake_quantize(x, *ranges, 2049)
+            )
 
 
 def test_nan_results_are_one_nan(isa):
@@ -119,12 +130,14 @@ def test_none_wants_equal_shapes():
         chunkq.fake_quantize(x, low, 1.0, low, high, 3, auto_broadcast="none")
 
 
-@pytest.mark.parametrize("size", [1000, STREAM_BYTES // 4 + 77])
-def test_in_place(size, isa):
-    rng = np.random.default_rng(0)
-    x = strategies.floats(rng, (size,), np.float32)
-    expected = reference.fake_quantize(x, *np.float32([-1, 1, -2, 2]), 16)
-    assert chunkq.fake_quantize(x, -1.0, 1.0, -2.0, 2.0, 16, out=x, n_threads=2) is x
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rows", [300, STREAM_BYTES // 8 // 3 + 25])
+def test_in_place(rows, dtype, isa):
+    """The rows past STREAM_BYTES, and rows of three taken several at a time."""
+    x = strategies.floats(np.random.default_rng(0), (rows, 3), dtype)
+    low = np.array([-1, -2, 1], dtype)
+    expected = reference.fake_quantize(x, low, *np.array([1, -2, 2], dtype), 16)
+    assert chunkq.fake_quantize(x, low, 1.0, -2.0, 2.0, 16, out=x, n_threads=2) is x
     assert reference.same_bits(x, expected)
 
 

@@ -2,7 +2,8 @@
 
 A tensor arrives as bytes with its axes collapsed by chunkq.run into rows. Along a row each parameter is constant,
 advances by one element, or changes every `step` elements. A row is computed tile by tile: load to the arithmetic type,
-formula, store. Which element types exist is the business of load() and store() alone, which formula that of constant() and advancing().
+formula, store. Which element types exist is the business of load() and store() alone, which formula that of constant()
+and advancing().
 
 geometry is a table of integers, one column per collapsed axis, the row last:
     row 0         the axis's size
