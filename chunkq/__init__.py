@@ -3,7 +3,8 @@
 `dequantize_linear` (ONNX DequantizeLinear) and `fake_quantize` (OpenVINO FakeQuantize-1) take NumPy, Dask and zarr
 arrays and give the same bits for all three; `plan` runs an operator from one zarr array to another within a memory limit.
 
-The map of the package: errors, dtypes <- spec <- grid <- run (kernels, threads), store <- graph, job <- ops <- cli.
+The map of the package: errors <- dtypes, memory <- spec, grid, kernels <- threads, store <- run <- graph, execute, ops <-
+workers <- job <- demo <- cli; CONTRIBUTING.md says which rule lives where.
 dask and zarr are imported when they are first used.
 """
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import uuid
@@ -107,6 +108,7 @@ _jobs: dict[str, Job] = {}
 
 def _enter_worker(job: Job) -> None:
     """Set up a worker process, once: the job comes here and not with every task."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides
     keep_memory_flat()
     zarr.config.set(_ZARR_CONFIG)
     _jobs[job.token] = job

@@ -33,13 +33,19 @@ def count(shape: Shape, unit_shape: Shape) -> int:
     return prod(counts(shape, unit_shape))
 
 
-def region(shape: Shape, unit_shape: Shape, index: int) -> Region:
-    """The region of one unit, counted in C order, clipped at the edges of the tensor."""
+def unravel(lengths: Shape, index: int) -> Shape:
+    """Place of a flat index in C order, in plain integers: no shape is too large."""
     places = []
-    for n in reversed(counts(shape, unit_shape)):
+    for n in reversed(lengths):
         index, place = divmod(index, n)
         places.append(place)
-    return tuple(slice(i * k, min((i + 1) * k, n)) for i, k, n in zip(reversed(places), unit_shape, shape, strict=True))
+    return tuple(reversed(places))
+
+
+def region(shape: Shape, unit_shape: Shape, index: int) -> Region:
+    """The region of one unit, counted in C order, clipped at the edges of the tensor."""
+    places = unravel(counts(shape, unit_shape), index)
+    return tuple(slice(i * k, min((i + 1) * k, n)) for i, k, n in zip(places, unit_shape, shape, strict=True))
 
 
 def regions(shape: Shape, unit_shape: Shape) -> Iterator[Region]:

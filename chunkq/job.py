@@ -36,7 +36,7 @@ from chunkq.store import (
     resolve_compressors,
     target_attributes,
 )
-from chunkq.workers import SCHEDULERS, Memory, choose_workers, cluster_memory, task_bytes
+from chunkq.workers import SCHEDULERS, Memory, choose_workers, cluster_memory, params_bytes, task_bytes
 
 #: Small stored objects are taken several to a unit, up to this many output bytes; larger ones one to a unit.
 UNIT_BYTES = 4 * MIB
@@ -344,10 +344,12 @@ def plan(
     unit = grid.grow(shards or chunks, spec.shape, UNIT_BYTES // sizes[1], spec.axes_of_parameters())
     units = grid.count(spec.shape, unit)
     cut = tuple(min(u, n) for u, n in zip(unit, spec.shape, strict=True))
+    stored = [prod(object_shape(p)) * p.dtype.itemsize for p in params if not isinstance(p, np.ndarray)]
     task = task_bytes(
         prod(cut) * sizes[0],
         prod(object_shape(array)) * sizes[0],
         max(prod(cut), prod(shards or chunks)) * sizes[1],
+        params_bytes(spec, cut, stored),
     )
     held = sum(p.nbytes for p in params if isinstance(p, np.ndarray))
     moved = prod(spec.shape) * sum(sizes)

@@ -22,6 +22,7 @@ from zarr.core.sync import sync
 from zarr.storage import LocalStore
 
 from chunkq.errors import SpecError
+from chunkq.grid import counts, unravel
 from chunkq.spec import Region, Shape
 
 #: Attributes by which xarray and others scale or mask on reading. On a dequantized target they would apply a second time.
@@ -143,11 +144,6 @@ def local_path(array: ZarrArray) -> str | None:
 # ---- which objects exist
 
 
-def grid_shape(array: ZarrArray) -> Shape:
-    """How many stored objects lie along each axis."""
-    return tuple(-(-n // k) for n, k in zip(array.shape, object_shape(array), strict=True))
-
-
 def _object_index(array: ZarrArray, grid: Shape, key: str) -> int | None:
     """Flat position of a key in the grid of objects; None where the key is none of them."""
     parts = [int(p) for p in re.split(r"[./]", key) if p.isdecimal()]
@@ -155,7 +151,12 @@ def _object_index(array: ZarrArray, grid: Shape, key: str) -> int | None:
         return 0 if array.metadata.encode_chunk_key(()) == key else None
     if len(parts) != len(grid) or any(p >= n for p, n in zip(parts, grid, strict=True)):
         return None
-    return int(np.ravel_multi_index(parts, grid)) if array.metadata.encode_chunk_key(tuple(parts)) == key else None
+    if array.metadata.encode_chunk_key(tuple(parts)) != key:
+        return None
+    index = 0
+    for place, n in zip(parts, grid, strict=True):
+        index = index * n + place
+    return index
 
 
 def _keys(array: ZarrArray) -> Iterator[str]:
@@ -185,7 +186,7 @@ def missing_objects(array: ZarrArray, name_at_most: int = 5) -> tuple[int, list[
     zarr reads a missing object (and an empty one) as the fill value, silently. Total minus listed: the declared shape
     may be absurd, so nothing of its size is made.
     """
-    grid = grid_shape(array)
+    grid = counts(array.shape, object_shape(array))
     total = prod(grid)
     present = {i for key in _keys(array) if (i := _object_index(array, grid, key)) is not None}
     missing = total - len(present)
@@ -193,8 +194,7 @@ def missing_objects(array: ZarrArray, name_at_most: int = 5) -> tuple[int, list[
     index = 0
     while len(keys) < min(missing, name_at_most):
         if index not in present:
-            at = np.unravel_index(index, grid) if grid else ()
-            keys.append(array.metadata.encode_chunk_key(tuple(int(i) for i in at)))
+            keys.append(array.metadata.encode_chunk_key(unravel(grid, index)))
         index += 1
     return missing, keys
 

@@ -5,12 +5,16 @@ The model is one formula, `Memory.total`, over terms that are measured or counte
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+from chunkq.dtypes import ELEMENT_TYPES
 from chunkq.errors import SpecError
 from chunkq.execute import cluster
 from chunkq.memory import MIB, available, format_size, resident
+from chunkq.spec import QuantSpec, Shape
 from chunkq.threads import available_cpus
 
 #: Below this many bytes in and out, starting worker processes costs more than they save.
@@ -51,13 +55,28 @@ class Memory:
         return self.base + self.workers * (self.worker + self.task)
 
 
-def task_bytes(unit_in: int, object_in: int, unit_out: int) -> int:
+def task_bytes(unit_in: int, object_in: int, unit_out: int, params: int) -> int:
     """Bytes one unit takes at its peak, the largest of its three steps.
 
     Reading: the region, and one source object encoded, decoded and once more in the codec. Computing: input, a plain copy
-    of it where its layout is odd, and the output. Writing: the output, and twice its size in the codecs.
+    of it where its layout is odd, and the output. Writing: the output, and twice its size in the codecs. The parameters
+    of the unit, see `params_bytes`, are there all the time.
     """
-    return max(unit_in + 3 * object_in, 2 * unit_in + unit_out, 3 * unit_out) + MIB
+    return max(unit_in + 3 * object_in, 2 * unit_in + unit_out, 3 * unit_out) + params + MIB
+
+
+def params_bytes(spec: QuantSpec, unit: Shape, objects: Iterable[int]) -> int:
+    """Bytes the parameters of one unit take: as cut, and in the type of the arithmetic.
+
+    `objects` are the bytes of one stored object of each parameter read from zarr: encoded, decoded, and in the codec.
+    """
+    computed = ELEMENT_TYPES[spec.compute_dtype].dtype.itemsize
+    total = 3 * sum(objects)
+    for param in spec.params:
+        # a unit may begin inside a block, and then touches one more
+        elements = prod(min(n, n // k + 2) if k else 1 for n, k in zip(unit, param.steps, strict=True))
+        total += elements * (ELEMENT_TYPES[param.dtype].dtype.itemsize + computed)
+    return total
 
 
 def _local_memory(kind: str, workers: int, task: int, held: int) -> Memory:

@@ -206,9 +206,18 @@ def test_memory_is_the_sum_of_its_terms():
     memory = workers.Memory(base=100, worker=10, task=7, workers=3)
     assert memory.total == 100 + 3 * (10 + 7)
     # reading: region + encoded, decoded and codec copies of one object; writing: result + two codec copies
-    assert workers.task_bytes(4 * MIB, 4 * MIB, 16 * MIB) == 48 * MIB + MIB
-    assert workers.task_bytes(4 * MIB, 64 * MIB, 16 * MIB) == 4 * MIB + 192 * MIB + MIB
-    assert workers.task_bytes(40 * MIB, 1, 40 * MIB) == 120 * MIB + MIB
+    assert workers.task_bytes(4 * MIB, 4 * MIB, 16 * MIB, 0) == 48 * MIB + MIB
+    assert workers.task_bytes(4 * MIB, 64 * MIB, 16 * MIB, 5) == 4 * MIB + 192 * MIB + MIB + 5
+    assert workers.task_bytes(40 * MIB, 1, 40 * MIB, 0) == 120 * MIB + MIB
+
+
+def test_parameters_count_as_cut_and_as_computed_with():
+    spec, _ = chunkq.DequantizeLinear(SCALE, np.zeros(30, np.int8), axis=0).bind(SHAPE, "int8")
+    # 10 scales of 4 bytes and 10 zero points of 1, all once more as float32; a zarr object three times
+    assert workers.params_bytes(spec, (10, 40), [100]) == 10 * (4 + 4) + 10 * (1 + 4) + 300
+    full = np.zeros(SHAPE, np.float32)
+    spec, _ = chunkq.FakeQuantize(full, full, full, np.float32(1), 16).bind(SHAPE, "float32")
+    assert workers.params_bytes(spec, (10, 40), []) == 3 * 400 * 8 + 8
 
 
 def test_too_little_memory_names_the_least(tmp_path):
