@@ -17,11 +17,11 @@ def full(param, shape, axis, block_size):
     """A scale or zero point repeated to the shape of x."""
     param = np.asarray(param)
     if block_size:
-        sizes = block_size if isinstance(block_size, tuple) else [block_size if a == axis % len(shape) else 1
-                                                                  for a in range(len(shape))]  # fmt: skip
-        for a, size in enumerate(sizes):
-            param = np.repeat(param, size, a)
-        return param[tuple(slice(n) for n in shape)]
+        if not isinstance(block_size, tuple):
+            block_size = [block_size if a == axis % len(shape) else 1 for a in range(len(shape))]
+        for a, size in enumerate(block_size):
+            param = param.take(np.arange(shape[a]) // size, a)
+        return param
     if param.size == 1 and param.ndim <= 1:
         return np.broadcast_to(param.reshape(()), shape)
     return np.broadcast_to(param.reshape([-1 if a == axis % len(shape) else 1 for a in range(len(shape))]), shape)
