@@ -6,6 +6,7 @@ works with `array.query-planning` on and off. x is never rechunked.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -19,23 +20,36 @@ from chunkq.dtypes import ELEMENT_TYPES, element_name
 from chunkq.errors import SpecError
 from chunkq.run import Array, check_values, refuse_masked, run_chunk
 from chunkq.spec import ParamSpec, QuantSpec, Region, Shape
-from chunkq.store import Handle, ZarrArray, object_shape
+from chunkq.store import Handle, ZarrArray, object_shape, open_source
 
 if TYPE_CHECKING:
     from chunkq.ops import Operator
 
 Chunks = tuple[tuple[int, ...], ...]
+Edges = tuple[Sequence[int], ...]
+
+#: A larger NumPy parameter is cut in the graph. A task holds a smaller one whole, and travels to its worker with it.
+HELD_BYTES = 64 << 10
 
 TASK_NAMES = {"DequantizeLinear": "dequantize-linear", "FakeQuantize": "fake-quantize"}
 
 
-def _edges(chunks: Chunks) -> Chunks:
-    """Where the blocks begin and end along each axis."""
-    return tuple((0, *accumulate(lengths)) for lengths in chunks)
+def _edges(chunks: Chunks) -> Edges:
+    """Where the blocks begin and end along each axis.
+
+    Every task carries them, so a regular grid is a `range`, whose last edge may lie past the tensor: tasks of a million
+    blocks are then no larger than those of ten.
+    """
+    return tuple(
+        range(0, len(lengths) * lengths[0] + 1, lengths[0])
+        if 0 < lengths[-1] <= lengths[0] and all(n == lengths[0] for n in lengths[:-1])
+        else (0, *accumulate(lengths))
+        for lengths in chunks
+    )
 
 
-def _region(edges: Chunks, block_id: Shape) -> Region:
-    return tuple(slice(edge[i], edge[i + 1]) for edge, i in zip(edges, block_id, strict=True))
+def _region(shape: Shape, edges: Edges, block_id: Shape) -> Region:
+    return tuple(slice(edge[i], min(edge[i + 1], n)) for n, edge, i in zip(shape, edges, block_id, strict=True))
 
 
 class Read:
@@ -43,15 +57,15 @@ class Read:
 
     __name__ = "read-zarr"
 
-    def __init__(self, handle: Handle, edges: Chunks) -> None:
+    def __init__(self, handle: Handle, edges: Edges) -> None:
         self.handle = handle
         self.edges = edges
 
     def __dask_tokenize__(self) -> Any:
-        return "chunkq.graph.Read", self.handle.token, self.edges
+        return "chunkq.graph.Read", self.handle.token, repr(self.edges)
 
     def __call__(self, block_id: Shape) -> Array:
-        return self.handle.read(_region(self.edges, block_id))
+        return self.handle.read(_region(self.handle.array.shape, self.edges, block_id))
 
 
 class Apply:
@@ -65,11 +79,11 @@ class Apply:
         What gives x, where it is not an argument.
     params : tuple
         A NumPy array or a Handle for each parameter, None for one that arrives as an argument.
-    edges : tuple of tuple of int
+    edges : tuple of sequence of int
         Where the blocks of x begin and end.
     """
 
-    def __init__(self, spec: QuantSpec, source: Read | None, params: tuple[Any, ...], edges: Chunks) -> None:
+    def __init__(self, spec: QuantSpec, source: Read | None, params: tuple[Any, ...], edges: Edges) -> None:
         self.__name__ = TASK_NAMES[spec.op]
         self.spec = spec
         self.source = source
@@ -79,10 +93,10 @@ class Apply:
     def __dask_tokenize__(self) -> Any:
         held = [p.token if isinstance(p, Handle) else dask.base.tokenize(p) for p in self.params]
         source = self.source and self.source.__dask_tokenize__()
-        return "chunkq.graph.Apply", repr(self.spec), source, held, self.edges
+        return "chunkq.graph.Apply", repr(self.spec), source, held, repr(self.edges)
 
     def __call__(self, *arrived: Any, block_id: Shape) -> Array:
-        region = _region(self.edges, block_id)
+        region = _region(self.spec.shape, self.edges, block_id)
         blocks = iter(arrived)
         x = self.source(block_id) if self.source else next(blocks)
         refuse_masked("x", x)
@@ -103,21 +117,25 @@ def _cut(param: ParamSpec, held: Any, region: Region) -> Array:
     return held.read(own) if isinstance(held, Handle) else held[own]
 
 
-def _cut_dask(param: ParamSpec, value: Any, chunks: Chunks) -> Any:
-    """A Dask parameter at full rank, in one block for each block of x (one for all where it is constant)."""
+def _cut_in_graph(param: ParamSpec, value: Any, chunks: Chunks) -> Any:
+    """A parameter as a Dask array of full rank, in one block for each block of x (one for all where it is constant)."""
+    lazy = isinstance(value, da.Array)
     value = value[tuple(0 if axis < 0 else slice(None) for axis in param.axes)]
-    kept = [axis for axis in param.axes if axis >= 0]
-    value = value[tuple(slice(None) if axis in kept else None for axis in range(len(chunks)))]
-    for axis, (k, edge) in enumerate(zip(param.steps, _edges(chunks), strict=True)):
-        if k > 1:
-            # neighbouring blocks of x may share an element: its edges are then repeated
-            cuts = [(a // k, -(-b // k)) for a, b in pairwise(edge)]
+    value = value[tuple(slice(None) if axis in param.axes else None for axis in range(len(chunks)))]
+    pieces = []
+    for axis, (k, lengths) in enumerate(zip(param.steps, chunks, strict=True)):
+        edge = (0, *accumulate(lengths))
+        cuts = [(a // k, -(-b // k)) for a, b in pairwise(edge)] if k else [(0, 1)]
+        if k and any(a % k for a in edge[:-1]):
+            # neighbouring blocks of x share an element there: it is repeated
             along = (slice(None),) * axis
-            value = da.concatenate([value[(*along, slice(a, b))] for a, b in cuts], axis=axis)
-            value = value.rechunk({axis: tuple(b - a for a, b in cuts)})
-        else:
-            value = value.rechunk({axis: chunks[axis] if k else -1})
-    return value
+            parts = [value[(*along, slice(a, b))] for a, b in cuts]
+            value = (da if lazy else np).concatenate(parts, axis=axis)
+        pieces.append(tuple(b - a for a, b in cuts))
+        if lazy:
+            # one axis at a time: fewer tasks than all at once
+            value = value.rechunk({axis: pieces[-1]})
+    return value if lazy else da.from_array(value, chunks=tuple(pieces))
 
 
 def _meta(spec: QuantSpec) -> Array:
@@ -125,15 +143,26 @@ def _meta(spec: QuantSpec) -> Array:
 
 
 def _held(spec: QuantSpec, params: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a task holds of each parameter; values that are at hand are checked before the graph is made."""
+    """What a task holds of each parameter, None for what arrives cut.
+
+    Values that are at hand are checked before the graph is made.
+    """
     held: list[Any] = []
     for index, value in enumerate(params):
         if isinstance(value, np.ndarray):
             check_values(spec, index, value)
-            held.append(value)
+            held.append(value if value.nbytes <= HELD_BYTES else None)
+        elif isinstance(value, da.Array):
+            _refuse_foreign(spec.params[index].name, value)
+            held.append(None)
         else:
-            held.append(None if isinstance(value, da.Array) else Handle(value))
+            held.append(Handle(value))
     return tuple(held)
+
+
+def _refuse_foreign(name: str, value: Any) -> None:
+    if not isinstance(value._meta, np.ndarray):
+        raise SpecError("argument", f"{name} has blocks of {type(value._meta).__name__}; expected numpy.ndarray")
 
 
 def from_dask(op: Operator, x: Any) -> Any:
@@ -146,20 +175,19 @@ def from_dask(op: Operator, x: Any) -> Any:
     """
     if any(n != n for lengths in x.chunks for n in lengths):
         raise SpecError("shape", "x has unknown chunk sizes; call x.compute_chunk_sizes() first")
-    if not isinstance(x._meta, np.ndarray):
-        raise SpecError("argument", f"x has blocks of {type(x._meta).__name__}; expected numpy.ndarray")
+    _refuse_foreign("x", x)
     shape = tuple(int(n) for n in x.shape)
     spec, params = op.bind(shape, element_name(x.dtype, "x", op.x_types()))
-    return _apply_to_dask(spec, params, x)
+    return _apply_to_dask(spec, params, _held(spec, params), x)
 
 
-def _apply_to_dask(spec: QuantSpec, params: tuple[Any, ...], x: Any) -> Any:
+def _apply_to_dask(spec: QuantSpec, params: tuple[Any, ...], held: tuple[Any, ...], x: Any) -> Any:
     chunks: Chunks = tuple(tuple(int(n) for n in lengths) for lengths in x.chunks)
-    task = Apply(spec, None, _held(spec, params), _edges(chunks))
+    task = Apply(spec, None, held, _edges(chunks))
     arriving = [
-        _cut_dask(param, value, chunks)
-        for param, value in zip(spec.params, params, strict=True)
-        if isinstance(value, da.Array)
+        _cut_in_graph(param, value, chunks)
+        for param, value, kept in zip(spec.params, params, held, strict=True)
+        if kept is None
     ]
     meta = _meta(spec)
     # x first: map_blocks takes the output's blocks from it
@@ -174,15 +202,21 @@ def block_shape(spec: QuantSpec, array: ZarrArray) -> Shape:
 
 
 def from_zarr(op: Operator, array: ZarrArray) -> Any:
-    """Apply an operator to a zarr array, lazily: one task reads, cuts the parameters and computes."""
+    """Apply an operator to a zarr array, lazily: one task reads, cuts the parameters and computes.
+
+    Raises
+    ------
+    SpecError
+        Reasons of the operator; ``source`` for chunks of varying size.
+    """
+    open_source(array, "x")
     shape = tuple(int(n) for n in array.shape)
     spec, params = op.bind(shape, element_name(array.dtype, "x", op.x_types()))
     chunks = grid.split(shape, block_shape(spec, array))
     read = Read(Handle(array), _edges(chunks))
-    if any(isinstance(value, da.Array) for value in params):
-        meta = np.empty((0,) * len(shape), array.dtype)
-        x = da.map_blocks(read, chunks=chunks, dtype=array.dtype, meta=meta)
-        return _apply_to_dask(spec, params, x)
-    task = Apply(spec, read, _held(spec, params), read.edges)
+    held = _held(spec, params)
+    if any(h is None for h in held):
+        x = da.map_blocks(read, chunks=chunks, dtype=array.dtype, meta=np.empty((0,) * len(shape), array.dtype))
+        return _apply_to_dask(spec, params, held, x)
     meta = _meta(spec)
-    return da.map_blocks(task, chunks=chunks, dtype=meta.dtype, meta=meta)
+    return da.map_blocks(Apply(spec, read, held, read.edges), chunks=chunks, dtype=meta.dtype, meta=meta)
