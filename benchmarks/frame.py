@@ -27,6 +27,9 @@ QUICK_ROUNDS = 3
 #: The contender that the ratios refer to.
 SUBJECT = "chunkq"
 
+#: CPUs in use by others from which on the table says so.
+NOISE = 0.1
+
 PACKAGES = ("chunkq", "numpy", "onnxruntime", "openvino", "dask", "zarr", "numcodecs")
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -178,7 +181,9 @@ def measure(case: Case, rounds: int) -> list[Row]:
             remarks[name] = "; ".join(filter(None, (contender.remark, contender.check(contender.run()))))
         except WrongAnswer as error:
             failures[name] = f"WRONG ANSWER, not timed: {error}"
+    load = OtherLoad()
     times, last = _time(case, list(remarks), rounds)
+    others = load.cpus()
     rows = []
     for name, contender in case.contenders.items():
         if name not in remarks:
@@ -187,7 +192,7 @@ def measure(case: Case, rounds: int) -> list[Row]:
             continue
         subject = times.get(SUBJECT)
         ratio = median(a / b for a, b in zip(times[name], subject, strict=True)) if subject else None
-        facts = contender.facts(last[name])
+        facts = contender.facts(last[name]) | {"other_cpus": others}
         own = tuple(times[name])
         rows.append(Row(case.name, name, case.elements, "timed", remarks[name], own, ratio, case.moved, facts))
     return rows
@@ -209,6 +214,37 @@ def _time(case: Case, names: list[str], rounds: int) -> tuple[dict[str, list[flo
                 last[name] = run()
             times[name].append((time.perf_counter() - began) / case.calls)
     return times, last
+
+
+class OtherLoad:
+    """CPUs that others keep busy meanwhile: what the machine did less what this process and its ended children did.
+
+    Without it a table made on a busy machine looks like one made on an idle one: a kernel whose threads wait for each other
+    then seems to be slower on two cores than on one.
+    """
+
+    def __init__(self) -> None:
+        self.began, self.busy, self.own = time.perf_counter(), self._busy(), self._own()
+
+    @staticmethod
+    def _busy() -> float | None:
+        try:
+            ticks = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        except OSError:
+            return None  # no Linux: the table then says nothing of it
+        idle = ticks[3] + ticks[4]
+        return (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
+
+    @staticmethod
+    def _own() -> float:
+        return sum(os.times()[:4])
+
+    def cpus(self) -> float | None:
+        """Since this object was made, on average; stolen by the hypervisor counts too."""
+        busy, seconds = self._busy(), time.perf_counter() - self.began
+        if busy is None or self.busy is None or seconds < 0.5:
+            return None  # the counters tick a hundred times a second: too coarse for less
+        return max(0.0, (busy - self.busy - (self._own() - self.own)) / seconds)
 
 
 # ---- the report
@@ -272,7 +308,9 @@ def _cells(row: Row) -> tuple[str, ...]:
     ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
     times = format_seconds(row.median), format_seconds(min(row.times)), f"{row.spread:.0%}"
     peak = f"peak {row.facts['peak_memory'] / 2**20:.0f} MiB" if "peak_memory" in row.facts else ""
-    remark = "; ".join(filter(None, (row.remark, peak)))
+    others = row.facts.get("other_cpus") or 0.0
+    noise = f"other processes kept {others:.1f} CPUs busy" if others >= NOISE and row.contender == SUBJECT else ""
+    remark = "; ".join(filter(None, (row.remark, peak, noise)))
     return row.case, row.contender, *times, row.rate, ratio, remark
 
 

@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -108,3 +109,19 @@ def test_the_tolerance_is_one_level(frame):
     for wrong in (0.6, np.nan):
         with pytest.raises(frame.WrongAnswer):
             check(np.array([0, 0, 0, wrong], np.float32))
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="reads /proc/stat")
+def test_what_others_keep_busy_is_told(frame):
+    load = frame.OtherLoad()
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(1.5)
+        found = load.cpus()
+    finally:
+        other.kill()
+        other.wait()
+    assert found > 0.3  # nearly 1, less on a machine that is full already
+    row = frame.Row("case", "chunkq", 6, "timed", "", (1.0,), 1.0, None, {"other_cpus": found})
+    about = {"cpu": "", "cores": 1, "isa": "", "commit": "", "python": "", "versions": {}, "elements": 6, "rounds": 3}
+    assert "other processes kept" in frame.markdown([row], about, "")
