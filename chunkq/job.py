@@ -21,7 +21,7 @@ from chunkq.errors import RunError, SpecError
 from chunkq.execute import Job, Progress, Report, cut_params, execute
 from chunkq.memory import MIB, available, format_size, parse_size
 from chunkq.ops import Operator, kind
-from chunkq.spec import FORMULAS, QuantSpec, Shape
+from chunkq.spec import FORMULAS, QuantSpec, Shape, as_integer
 from chunkq.store import (
     Handle,
     ZarrArray,
@@ -196,9 +196,10 @@ def _shape_argument(name: str, value: Any, rank: int) -> Shape | None:
     if value is None:
         return None
     entries = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    if len(entries) != rank or any(isinstance(n, bool) or not hasattr(n, "__index__") or n < 1 for n in entries):
+    plain = tuple(as_integer(n) or 0 for n in entries)
+    if len(plain) != rank or any(n < 1 for n in plain):
         raise SpecError("chunks", f"{name}={value!r}: expected {rank} positive integers, one for each axis")
-    return tuple(n.__index__() for n in entries)
+    return plain
 
 
 def _source_reads(shape: Shape, objects: Shape, units: Shape) -> float:
@@ -332,7 +333,7 @@ def plan(
         raise SpecError("argument", f"op is a {type(op).__name__}; expected DequantizeLinear or FakeQuantize")
     if missing not in ("error", "fill"):
         raise SpecError("argument", f"missing={missing!r}: expected 'error' or 'fill'")
-    if workers is not None and (isinstance(workers, bool) or not hasattr(workers, "__index__") or workers < 1):
+    if workers is not None and (as_integer(workers) or 0) < 1:
         raise SpecError("n_threads", f"workers={workers!r}: expected a positive integer or None")
     limit = None if max_mem is None else parse_size(max_mem)
     array = open_source(source)

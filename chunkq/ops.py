@@ -13,7 +13,7 @@ import numpy as np
 from chunkq.dtypes import DEQUANTIZE_LINEAR_X, ELEMENT_TYPES, FAKE_QUANTIZE_X, element_name
 from chunkq.errors import SpecError
 from chunkq.run import Array, check_out, refuse_masked, run_chunk
-from chunkq.spec import QuantSpec, Shape, dequantize_linear_spec, fake_quantize_spec
+from chunkq.spec import QuantSpec, Shape, dequantize_linear_spec, fake_quantize_spec, integer_argument
 
 _NUMBERS = (bool, int, float)
 
@@ -77,6 +77,13 @@ def _described(name: str, value: Any) -> tuple[Shape, str]:
     return tuple(int(n) for n in shape), element_name(value.dtype, name, tuple(ELEMENT_TYPES))
 
 
+def _weak_x(x: Any) -> Array:
+    try:
+        return np.asarray(x)
+    except ValueError as error:
+        raise SpecError("value", f"x is a ragged list: {error}") from error
+
+
 class Operator:
     """What the operators share: calling one takes the way that fits the input."""
 
@@ -122,7 +129,7 @@ class Operator:
         """
         found = kind(x)
         if found == "number" and not isinstance(x, bool):
-            x, found = np.asarray(x), "numpy"
+            x, found = _weak_x(x), "numpy"
         if found not in ("numpy", "dask", "zarr"):
             raise SpecError(
                 "argument",
@@ -189,7 +196,7 @@ class DequantizeLinear(Operator):
     ) -> None:
         self.scale = _parameter("scale", scale, "float32")
         self.zero_point = zero_point
-        self.axis = axis
+        self.axis = integer_argument("axis", axis, "axis")
         self.block_size = _block_size(block_size)
         if zero_point is not None and kind(zero_point) != "number":
             self.zero_point = _parameter("zero_point", zero_point, "int32")
@@ -212,11 +219,9 @@ class DequantizeLinear(Operator):
 
 
 def _block_size(block_size: Any) -> int | tuple[int, ...]:
-    entries = block_size if isinstance(block_size, (tuple, list)) else (block_size,)
-    if any(isinstance(b, bool) or not hasattr(b, "__index__") for b in entries):
-        raise SpecError("block_size", f"block_size={block_size!r}: expected an integer or a tuple of integers")
-    plain = tuple(b.__index__() for b in entries)
-    return plain if isinstance(block_size, (tuple, list)) else plain[0]
+    if isinstance(block_size, (tuple, list)):
+        return tuple(integer_argument("block_size", b, "block_size") for b in block_size)
+    return integer_argument("block_size", block_size, "block_size")
 
 
 class FakeQuantize(Operator):
@@ -272,9 +277,11 @@ class FakeQuantize(Operator):
         broadcast_axis: int = -1,
     ) -> None:
         self.ranges = (input_low, input_high, output_low, output_high)
-        self.levels = levels
+        self.levels = integer_argument("levels", levels, "levels")
+        if not isinstance(auto_broadcast, str):
+            raise SpecError("broadcast", f"auto_broadcast={auto_broadcast!r}: expected 'none', 'numpy' or 'pdpd'")
         self.auto_broadcast = auto_broadcast
-        self.broadcast_axis = broadcast_axis
+        self.broadcast_axis = integer_argument("broadcast_axis", broadcast_axis, "axis")
 
     def __repr__(self) -> str:
         return f"FakeQuantize(levels={self.levels}, auto_broadcast={self.auto_broadcast!r})"

@@ -136,7 +136,7 @@ def check_out(spec: QuantSpec, shape: Shape, out: Array, x: Array, params: tuple
         raise SpecError("out", f"out is {out.dtype.name} {out.shape}; expected {dtype.name} {shape}")
     if not out.flags.writeable:
         raise SpecError("out", "out is read-only")
-    if any(k == 0 and n > 1 for k, n in zip(out.strides, out.shape, strict=True)):
+    if out.size and any(k == 0 and n > 1 for k, n in zip(out.strides, out.shape, strict=True)):
         raise SpecError("out", "out has elements that share memory (a broadcast view); pass an array of its own")
     same = (
         spec.op == "FakeQuantize"

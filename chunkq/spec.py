@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 
 from chunkq.dtypes import DEQUANTIZE_LINEAR_X, ELEMENT_TYPES, FAKE_QUANTIZE_X
 from chunkq.errors import SpecError
@@ -116,11 +117,21 @@ class QuantSpec:
         return tuple(a for a in range(len(self.shape)) if any(p.steps[a] for p in self.params))
 
 
+def as_integer(value: object) -> int | None:
+    """The plain int of an integer, None for all else: True and 1.0 compare equal to 1 and would be taken for it."""
+    return int(value) if isinstance(value, Integral) and type(value) is not bool else None
+
+
+def integer_argument(name: str, value: object, reason: str) -> int:
+    """The plain int of an argument, or an error with the given reason."""
+    plain = as_integer(value)
+    if plain is None:
+        raise SpecError(reason, f"{name}={value!r}: expected an integer")
+    return plain
+
+
 def normalize_axis(axis: int, rank: int, hint: str = "") -> int:
     """Turn a possibly negative axis into 0 .. rank - 1, or refuse it with reason ``axis``."""
-    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
-        raise SpecError("axis", f"axis={axis!r}: expected an integer")
-    axis = axis.__index__()
     if not -rank <= axis < rank:
         raise SpecError("axis", f"axis={axis} is outside [{-rank}, {rank - 1}] of x of rank {rank}{hint}")
     return axis % rank
@@ -225,7 +236,7 @@ def _range_axes(name: str, shape: Shape, found: Shape, auto_broadcast: str, broa
             kept -= 1
         if broadcast_axis != -1:
             start = broadcast_axis
-            if isinstance(start, bool) or not hasattr(start, "__index__") or not 0 <= start <= rank:
+            if not 0 <= start <= rank:
                 raise SpecError("axis", f"broadcast_axis={start!r}: expected -1 or 0 .. {rank}")
     if start < 0 or start + kept > rank:
         raise SpecError("broadcast", f"{where}: the range reaches past x (axes from {start} on)")
@@ -248,9 +259,9 @@ def _range_spec(
 def check_levels(levels: int, compute_dtype: str) -> int:
     """Refuse levels below 2 or above what the arithmetic counts exactly; reason ``levels``."""
     most = (1 << (24 if compute_dtype == "float32" else 53)) + 1
-    if isinstance(levels, bool) or not hasattr(levels, "__index__") or not 2 <= levels <= most:
-        raise SpecError("levels", f"levels={levels!r}: expected an integer from 2 to {most} in {compute_dtype}")
-    return levels.__index__()
+    if not 2 <= levels <= most:
+        raise SpecError("levels", f"levels={levels}: expected an integer from 2 to {most} in {compute_dtype}")
+    return levels
 
 
 @lru_cache(maxsize=1024)

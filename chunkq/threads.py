@@ -8,6 +8,7 @@ from pathlib import Path
 
 from chunkq.errors import SpecError
 from chunkq.kernels import kernels
+from chunkq.spec import as_integer
 
 #: Elements a thread must have to itself before a second one pays for its start.
 ELEMENTS_PER_THREAD = 1 << 18
@@ -71,6 +72,7 @@ def thread_count(n_threads: int | None, size: int) -> int:
     """
     if n_threads is None:
         return 1 if _single else min(DEFAULT_THREADS, size // ELEMENTS_PER_THREAD + 1)
-    if isinstance(n_threads, bool) or not hasattr(n_threads, "__index__") or n_threads < 1:
+    wanted = as_integer(n_threads)
+    if wanted is None or wanted < 1:
         raise SpecError("n_threads", f"n_threads={n_threads!r}: expected a positive integer or None")
-    return 1 if _single else min(int(n_threads), 4096)
+    return 1 if _single else min(wanted, 4096)

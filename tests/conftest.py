@@ -1,9 +1,14 @@
 """Fixtures that several test files share."""
 
+import os
+
 import pytest
 
 from chunkq import kernels, run
 from chunkq.kernels._cpu import supported
+
+# Subprocesses must import the installed package, not a source folder that happens to be the current one.
+os.environ["PYTHONSAFEPATH"] = "1"
 
 USABLE = [isa for isa in kernels.built() if isa in supported()]
 

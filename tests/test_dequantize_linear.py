@@ -10,7 +10,7 @@ from hypothesis import given
 from onnx import TensorProto, helper
 
 import chunkq
-from chunkq.run import STREAM_BYTES
+from chunkq.run import STREAM_BYTES, _is_plain
 
 ONNX_TYPES = {
     np.uint8: (TensorProto.UINT8, 13),
@@ -199,6 +199,12 @@ LAYOUTS = {
     "big-endian, F, strided": lambda x: np.asfortranarray(np.repeat(x, 3, 0).astype(x.dtype.newbyteorder(">")))[::3],
     "broadcast": lambda x: np.broadcast_to(x[:1], x.shape),
 }
+
+
+def test_a_kernel_never_sees_misaligned_memory():
+    """x86 forgives it, so wrong bits would not tell."""
+    assert not _is_plain(misaligned(np.zeros(4, np.int32)))
+    assert _is_plain(np.zeros(4, np.int32))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

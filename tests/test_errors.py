@@ -12,6 +12,7 @@ X = np.zeros((3, 4), np.int8)
 F = np.zeros((3, 4), np.float32)
 OUT = np.zeros((3, 4), np.float32)
 SHARED = np.zeros(64, np.float32)
+SQUARE = np.zeros((3, 3), np.float32)
 
 
 def dq(x, *arguments, **keywords):
@@ -108,6 +109,8 @@ REQUESTS = {
         "out",
         "out overlaps x",
     ),
+    "out the transpose of x": (fq(SQUARE, out=SQUARE.T), "out", "out overlaps x"),
+    "out x in the other byte order": (fq(SQUARE, out=SQUARE.view(">f4")), "out", "out overlaps x"),
     "out over x of another type": (dq(OUT.view(np.int8)[:, :4], 1.0, out=OUT), "out", "out overlaps x"),
     "out overlapping the scale": (dq(X, OUT[0], out=OUT), "out", "out overlaps scale"),
     "levels 1": (fq(F, levels=1), "levels", "levels=1"),

@@ -80,24 +80,25 @@ def test_buffers_of_unequal_size_are_refused(isa):
 
 
 @pytest.mark.parametrize(
-    ("run_name", "op", "x_code", "y_code"),
+    ("real", "op", "x_code", "y_code"),
     [
-        ("run_float32", 0, 8, 6),
-        ("run_float32", 0, 0, 7),
-        ("run_float64", 0, 0, 6),
-        ("run_float64", 0, 0, 5),
-        ("run_float32", 0, -1, 6),
-        ("run_float32", 2, 0, 6),
-        ("run_float64", 0, 5, 7),  # the float64 kernels have no float16 load
+        ("float32", 0, 8, 6),
+        ("float32", 0, -1, 6),
+        ("float32", 0, 0, 7),
+        ("float32", 2, 0, 6),
+        ("float64", 0, 0, 6),
+        ("float64", 0, 0, 5),
+        ("float64", 0, 5, 7),  # the float64 kernels do not load float16
     ],
 )
-def test_unknown_codes_are_refused(run_name, op, x_code, y_code, isa):
-    real = np.float32 if run_name == "run_float32" else np.float64
-    x, y = (np.zeros(8 * {5: 2, 7: 8}.get(code, 4 if code == 6 else 1), np.uint8) for code in (x_code, y_code))
-    x = np.zeros(64, np.uint8) if x_code in (-1, 8) else x
-    table = np.array([[8] + [0] * (6 if op == 0 else 12)], np.intp).T.copy()
+def test_unknown_codes_are_refused(real, op, x_code, y_code, isa):
+    """Buffers of the sizes that the codes stand for, so that nothing but the codes is wrong."""
+    sizes = {0: 1, 5: 2, 6: 4, 7: 8, 8: 8, -1: 8}
+    x, y = np.zeros(3 * sizes[x_code], np.uint8), np.zeros(3 * sizes[y_code], np.uint8)
+    table = np.array([[3] + [0] * (6 if op == 0 else 12)], np.intp).T.copy()
+    params = [np.ones(1, real)] * (2 if op == 0 else 4)
     with pytest.raises(ValueError, match="code"):
-        getattr(run.kernels, run_name)(op, x_code, y_code, x, y, table, 2, False, 1, *[np.ones(1, real)] * 4)
+        getattr(run.kernels, f"run_{real}")(op, x_code, y_code, x, y, table, 2, False, 1, *params)
 
 
 def test_isa_can_be_forced_and_never_falls_back():

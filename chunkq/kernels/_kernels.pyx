@@ -300,8 +300,9 @@ cdef bint prepare(Job* job, const Py_ssize_t[:, ::1] geometry, const Py_ssize_t*
     job.row = geometry[0, n - 1]
     if job.total == 0:
         return False
-    if job.row < 1:
-        raise ValueError("geometry has an empty row")
+    for d in range(n):
+        if geometry[0, d] < 1:
+            raise ValueError("geometry has an empty axis")
     job.rows = (job.total + job.row - 1) // job.row
     reach = 1
     for d in range(n - 1):
@@ -335,8 +336,12 @@ cdef int launch(real top, int op, int x_code, int y_code, const unsigned char[::
     cdef Py_ssize_t lengths[MAX_PARAMS]
     cdef Py_ssize_t items
     cdef int own = FLOAT32 if real is float else FLOAT64
-    if x_code > FLOAT16 and x_code != own or y_code != own and (y_code != FLOAT16 or own != FLOAT32) or n_threads < 1:
-        raise ValueError("a code or count is out of range")
+    if not (UINT8 <= x_code <= INT32 or x_code == own or x_code == FLOAT16 and own == FLOAT32):
+        raise ValueError(f"x_code {x_code} is not for this arithmetic")
+    if not (y_code == own or y_code == FLOAT16 and own == FLOAT32):
+        raise ValueError(f"y_code {y_code} is not for this arithmetic")
+    if not (DEQUANTIZE_LINEAR <= op <= FAKE_QUANTIZE) or n_threads < 1:
+        raise ValueError(f"operator code {op} or n_threads {n_threads} is out of range")
     job.op, job.x_code, job.y_code, job.stream = op, x_code, y_code, stream and y_code == own
     job.x_size, job.y_size = element_size(x_code), element_size(y_code)
     job.total = x.shape[0] // job.x_size
