@@ -52,3 +52,9 @@ def test_regions_in_c_order():
     assert list(grid.regions((0, 5), (2, 3))) == []
     assert grid.count((2**40, 3), (1, 2)) == 2**41
     assert grid.region((2**40, 3), (1, 2), 2**41 - 1) == (slice(2**40 - 1, 2**40), slice(2, 3))
+
+
+def test_flat_places():
+    assert [grid.unravel((2, 3), index) for index in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert grid.unravel((), 0) == ()
+    assert grid.unravel((2**70, 2), 2**71 - 1) == (2**70 - 1, 1)
