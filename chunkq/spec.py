@@ -119,7 +119,9 @@ class QuantSpec:
 
 def as_integer(value: object) -> int | None:
     """The plain int of an integer, None for all else: True and 1.0 compare equal to 1 and would be taken for it."""
-    return int(value) if isinstance(value, Integral) and type(value) is not bool else None
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return None
+    return int(value)
 
 
 def integer_argument(name: str, value: object, reason: str) -> int:
