@@ -97,7 +97,7 @@ def test_unknown_codes_are_refused(real, op, x_code, y_code, isa):
     x, y = np.zeros(3 * sizes[x_code], np.uint8), np.zeros(3 * sizes[y_code], np.uint8)
     table = np.array([[3] + [0] * (6 if op == 0 else 12)], np.intp).T.copy()
     params = [np.ones(1, real)] * (2 if op == 0 else 4)
-    with pytest.raises(ValueError, match="code|op"):
+    with pytest.raises(ValueError, match=r"code|op"):
         getattr(run.kernels, f"run_{real}")(op, x_code, y_code, x, y, table, 2, False, 1, *params)
 
 
