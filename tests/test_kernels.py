@@ -60,6 +60,7 @@ BAD = {
     "phase in a step of one": [[8, 0, 0, 0, 0, 0, 0], [2, 1, 1, 1, 1, 0, 1]],
     "empty row": [[8, 0, 0, 0, 0, 0, 0], [0, 1, 0, 1, 1, 0, 1]],
     "no zero point": [row[:4] for row in GOOD],
+    "phase so large that the reach wraps": [[8, 1, 2**63 - 1, 1, 0, 0, 0], GOOD[1]],
     "negative sizes": [[-1, 0, 0, 0, 0, 0, 0], [-8, 1, 0, 1, 0, 0, 0], [3, 0, 0, 0, 0, 0, 0]],
 }
 
