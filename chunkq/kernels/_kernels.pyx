@@ -291,7 +291,7 @@ cdef void split_into_items(Job* job) noexcept nogil:
 
 cdef bint prepare(Job* job, const Py_ssize_t[:, ::1] geometry, const Py_ssize_t* lengths) except -1:
     """Fill in the geometry; refuse one that would reach outside a buffer. False where there is nothing to do."""
-    cdef Py_ssize_t d, reach, step, n = geometry.shape[1]
+    cdef Py_ssize_t d, reach, step, last, stride, n = geometry.shape[1]
     cdef int p
     if n < 1 or geometry.shape[0] != 3 * job.n_params + 1:
         raise ValueError("geometry has the wrong shape")
@@ -317,7 +317,14 @@ cdef bint prepare(Job* job, const Py_ssize_t[:, ::1] geometry, const Py_ssize_t*
             if step < 0 or geometry[3 * p + 2, d] < 0 or geometry[3 * p + 3, d] < 0:
                 raise ValueError("geometry has a negative entry")
             if step:
-                reach += (geometry[3 * p + 2, d] + geometry[0, d] - 1) // step * geometry[3 * p + 3, d]
+                if geometry[3 * p + 2, d] >= step:
+                    raise ValueError("geometry has a phase outside its step")
+                last = (geometry[3 * p + 2, d] + geometry[0, d] - 1) // step
+                stride = geometry[3 * p + 3, d]
+                # divided, not multiplied: no number is too large for this comparison
+                if stride and last > (lengths[p] - 1 - reach) // stride:
+                    raise ValueError("geometry reaches past a parameter")
+                reach += last * stride
         if reach >= lengths[p]:
             raise ValueError("geometry reaches past a parameter")
         step = geometry[3 * p + 1, n - 1]
