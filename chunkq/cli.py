@@ -42,6 +42,8 @@ class Commands(click.Group):
 
 def _fail(message: str, code: int) -> None:
     click.echo(f"chunkq: {message}", err=True)
+    # reads that zarr had not begun when another failed are dropped at exit, each with a traceback nobody asked for
+    sys.unraisablehook = lambda _: None
     raise click.exceptions.Exit(code)
 
 
