@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from pathlib import Path
+import sys
 
 from chunkq.errors import SpecError
 from chunkq.kernels import kernels
@@ -15,7 +14,12 @@ ELEMENTS_PER_THREAD = 1 << 18
 
 # A team of threads does not survive fork. Where OpenMP can end the team first, the child starts its own; where it
 # cannot, or where another library may have forked a running team, the child keeps to one thread.
-_single = multiprocessing.parent_process() is not None and multiprocessing.get_start_method(True) == "fork"
+_multiprocessing = sys.modules.get("multiprocessing")  # loaded in every child of it, and slow to load elsewhere
+_single = (
+    _multiprocessing is not None
+    and _multiprocessing.parent_process() is not None
+    and _multiprocessing.get_start_method(True) == "fork"
+)
 
 
 def _enter_child() -> None:
@@ -31,16 +35,19 @@ if hasattr(os, "register_at_fork"):
 
 def _cgroup_quota() -> float | None:
     """CPUs that the control group grants, None where there is no limit to read."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:
-            folder = Path("/sys/fs/cgroup/cpu")
-            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
-            period = (folder / "cpu.cfs_period_us").read_text().strip()
+            words = " ".join(_read(f"/sys/fs/cgroup/{name}") for name in files).split()
         except OSError:
-            return None
-    return int(quota) / int(period) if quota.isdigit() else None
+            continue
+        quota, period = words
+        return int(quota) / int(period) if quota.isdecimal() else None
+    return None
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
 
 
 def available_cpus() -> int:
