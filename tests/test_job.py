@@ -317,7 +317,8 @@ LYING_BLOSC = bytes([2, 1, 0x21, 1]) + (2**30).to_bytes(4, "little") * 2 + (1024
         ({"shape": [2**20, 2**20], "chunk_shape": [2**20, 2**20]}, 2),  # a chunk of 1 TiB
         ({"shape": [2**15, 2**15], "chunk_shape": [1, 1]}, 1),  # 2**30 chunks
         ({"shape": [-3, 40]}, 2),
-        ({"chunk_shape": [0, 15]}, 2),
+        # zarr 3.4 reads a size of 0 as 1; then every object is missing
+        ({"chunk_shape": [0, 15]}, 2 if zarr.__version__ < "3.2" else 1),
         ({"shape": [30]}, 2),
         ({"data_type": "complex64", "fill_value": [0, 0]}, 2),
     ],
