@@ -74,11 +74,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         print("\n".join(cases))
         return 0
+    # before the first case: a tree that changes meanwhile must not lend its new commit to old kernels
+    about = frame.environment() | {"suite": options.suite, "elements": elements, "rounds": rounds}
     rows: list[frame.Row] = []
     for name, make in cases.items():
         print(f"{name} ...", file=sys.stderr, flush=True)
         rows += frame.measure(make(), rounds)
-    about = frame.environment() | {"suite": options.suite, "elements": elements, "rounds": rounds}
     print(frame.markdown(rows, about, module.LEGEND))
     if options.json:
         options.json.write_text(json.dumps(about | {"rows": [row.to_dict() for row in rows]}, indent=1) + "\n")

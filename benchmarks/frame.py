@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
 import subprocess
 import time
 from collections.abc import Callable
@@ -98,6 +99,7 @@ class Row:
     times: tuple[float, ...] = ()
     ratio: float | None = None
     moved: int | None = None
+    cores: float | None = None  # processor time over wall time: what it used, whatever it was given
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -182,7 +184,7 @@ def measure(case: Case, rounds: int) -> list[Row]:
         except WrongAnswer as error:
             failures[name] = f"WRONG ANSWER, not timed: {error}"
     load = OtherLoad()
-    times, last = _time(case, list(remarks), rounds)
+    times, cores, last = _time(case, list(remarks), rounds)
     others = load.cpus()
     rows = []
     for name, contender in case.contenders.items():
@@ -194,13 +196,18 @@ def measure(case: Case, rounds: int) -> list[Row]:
         ratio = median(a / b for a, b in zip(times[name], subject, strict=True)) if subject else None
         facts = contender.facts(last[name]) | {"other_cpus": others}
         own = tuple(times[name])
-        rows.append(Row(case.name, name, case.elements, "timed", remarks[name], own, ratio, case.moved, facts))
+        used = median(cores[name])
+        rows.append(Row(case.name, name, case.elements, "timed", remarks[name], own, ratio, case.moved, used, facts))
     return rows
 
 
-def _time(case: Case, names: list[str], rounds: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Seconds of one call, round by round, and each contender's last answer."""
-    times: dict[str, list[float]] = {name: [] for name in names}
+Series = dict[str, list[float]]
+
+
+def _time(case: Case, names: list[str], rounds: int) -> tuple[Series, Series, dict[str, Any]]:
+    """Seconds of one call and cores used, round by round, and each contender's last answer."""
+    times: Series = {name: [] for name in names}
+    cores: Series = {name: [] for name in names}
     last: dict[str, Any] = {}
     for i in range(rounds):
         turn = i % max(1, len(names))
@@ -209,11 +216,19 @@ def _time(case: Case, names: list[str], rounds: int) -> tuple[dict[str, list[flo
             run = contender.run
             assert run is not None  # absent ones have no name here
             contender.before()
-            began = time.perf_counter()
+            used, began = _processor_seconds(), time.perf_counter()
             for _ in range(case.calls):
                 last[name] = run()
-            times[name].append((time.perf_counter() - began) / case.calls)
-    return times, last
+            seconds = time.perf_counter() - began
+            times[name].append(seconds / case.calls)
+            cores[name].append((_processor_seconds() - used) / seconds)
+    return times, cores, last
+
+
+def _processor_seconds() -> float:
+    """Of all threads of this process and of its children that have ended."""
+    usages = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 class OtherLoad:
@@ -224,7 +239,7 @@ class OtherLoad:
     """
 
     def __init__(self) -> None:
-        self.began, self.busy, self.own = time.perf_counter(), self._busy(), self._own()
+        self.began, self.busy, self.own = time.perf_counter(), self._busy(), _processor_seconds()
 
     @staticmethod
     def _busy() -> float | None:
@@ -235,16 +250,12 @@ class OtherLoad:
         idle = ticks[3] + ticks[4]
         return (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
 
-    @staticmethod
-    def _own() -> float:
-        return sum(os.times()[:4])
-
     def cpus(self) -> float | None:
         """Since this object was made, on average; stolen by the hypervisor counts too."""
         busy, seconds = self._busy(), time.perf_counter() - self.began
         if busy is None or self.busy is None or seconds < 0.5:
             return None  # the counters tick a hundred times a second: too coarse for less
-        return max(0.0, (busy - self.busy - (self._own() - self.own)) / seconds)
+        return max(0.0, (busy - self.busy - (_processor_seconds() - self.own)) / seconds)
 
 
 # ---- the report
@@ -293,7 +304,20 @@ def _commit() -> str:
         changed = subprocess.run([*git, "status", "--porcelain", "chunkq"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return head.stdout.strip() + (" + changes" if changed.stdout else "")
+    return head.stdout.strip() + (" + changes" if changed.stdout else "") + _stale()
+
+
+def _stale() -> str:
+    """A mark where the kernels in use were built before their source was last changed: the commit then says nothing."""
+    from chunkq.kernels import kernels
+
+    built = Path(str(kernels.__file__))
+    sources = [*built.parent.glob("*.pyx"), *built.parent.glob("*.h")]  # none beside an installed build
+    return " (kernels older than their source)" if any(_newer(s, built) for s in sources) else ""
+
+
+def _newer(source: Path, built: Path) -> bool:
+    return source.stat().st_mtime > built.stat().st_mtime
 
 
 def format_seconds(seconds: float) -> str:
@@ -304,19 +328,19 @@ def format_seconds(seconds: float) -> str:
 
 def _cells(row: Row) -> tuple[str, ...]:
     if row.status != "timed":
-        return row.case, row.contender, "-", "-", "-", "-", "-", row.remark
+        return row.case, row.contender, "-", "-", "-", "-", "-", "-", row.remark
     ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
     times = format_seconds(row.median), format_seconds(min(row.times)), f"{row.spread:.0%}"
     peak = f"peak {row.facts['peak_memory'] / 2**20:.0f} MiB" if "peak_memory" in row.facts else ""
     others = row.facts.get("other_cpus") or 0.0
     noise = f"other processes kept {others:.1f} CPUs busy" if others >= NOISE and row.contender == SUBJECT else ""
     remark = "; ".join(filter(None, (row.remark, peak, noise)))
-    return row.case, row.contender, *times, row.rate, ratio, remark
+    return row.case, row.contender, *times, f"{row.cores:.1f}", row.rate, ratio, remark
 
 
 def markdown(rows: list[Row], about: dict[str, Any], legend: str) -> str:
     """The table, with what the figures depend on above it."""
-    head = ("case", "contender", "median", "min", "spread", "rate", "time / chunkq's", "remark")
+    head = ("case", "contender", "median", "min", "spread", "cores", "rate", "time / chunkq's", "remark")
     table = [head, tuple("-" * len(h) for h in head), *map(_cells, rows)]
     widths = [max(len(line[i]) for line in table) for i in range(len(head) - 1)] + [0]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in table]

@@ -20,7 +20,8 @@ SMALL = 1024
 LEVELS = 256
 
 LEGEND = """\
-- chunkq, onnxruntime and OpenVINO use all cores; NumPy and memcpy have one thread, hence the row "chunkq, 1 thread".
+- chunkq, onnxruntime and OpenVINO are given all cores; "cores" is what each used (processor time over wall time), and
+  onnxruntime's DequantizeLinear may use one. Compare one-core contenders with the row "chunkq, 1 thread".
 - onnxruntime: DequantizeLinear-13 (blocks: 21), graph optimization off, input and output bound to existing memory.
 - OpenVINO: FakeQuantize-1 with constant ranges, f32, input and output tensors on existing memory.
 - NumPy: the formula as one writes it, temporaries included. NumPy, out=: the same bits without temporaries.

@@ -42,6 +42,7 @@ def test_a_tiny_run(suite, tmp_path):
     for row in timed.values():
         assert (row["status"], row["ratio"], len(row["times"])) == ("timed", 1.0, 3)
         assert 0 < row["min"] <= row["median"] <= row["max"]
+        assert row["cores"] >= 0
     assert all(row["status"] in ("timed", "absent") for row in result["rows"])
     assert all(case in done.stdout for case in cases)
     assert str(ROOT) not in done.stdout + json.dumps(result)
@@ -125,6 +126,6 @@ def test_what_others_keep_busy_is_told(frame):
         other.kill()
         other.wait()
     assert found > 0.3  # nearly 1, less on a machine that is full already
-    row = frame.Row("case", "chunkq", 6, "timed", "", (1.0,), 1.0, None, {"other_cpus": found})
+    row = frame.Row("case", "chunkq", 6, "timed", "", (1.0,), 1.0, None, 1.0, {"other_cpus": found})
     about = {"cpu": "", "cores": 1, "isa": "", "commit": "", "python": "", "versions": {}, "elements": 6, "rounds": 3}
     assert "other processes kept" in frame.markdown([row], about, "")
