@@ -274,7 +274,7 @@ cdef void run_items(const Job* job, Py_ssize_t items, real top, int n_threads) n
             run_item(job, item, top)
         return
     began = cq_seconds()
-    for item in prange(items, num_threads=n_threads, schedule="dynamic", chunksize=4):
+    for item in prange(items, num_threads=n_threads, schedule="static"):
         run_item(job, item, top)
     if cq_seconds() - began > 2e-3:
         cq_pause_threads()
