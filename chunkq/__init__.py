@@ -1,17 +1,26 @@
 """Exact linear-quantization operators for tensors of any size.
 
-`dequantize_linear` (ONNX DequantizeLinear) and `fake_quantize` (OpenVINO FakeQuantize-1) take NumPy, Dask and zarr
-arrays and give the same bits for all three; `plan` runs an operator from one zarr array to another within a memory limit.
+`dequantize_linear`, `quantize_linear` (ONNX) and `fake_quantize` (OpenVINO FakeQuantize-1) take NumPy, Dask and zarr arrays
+and give the same bits for all three; `quantize_dequantize` does two in one pass; `plan` runs an operator from one zarr array
+to another within a memory limit; `pack` and `unpack` know ONNX's packed bytes.
 
-The map of the package: errors <- dtypes, memory <- spec, grid, kernels <- threads, store <- run <- graph, execute, ops <-
-workers <- job <- demo <- cli; CONTRIBUTING.md says which rule lives where.
+The map of the package: errors <- dtypes, memory <- spec, grid, kernels <- threads <- run <- operands <- store <- graph, execute,
+ops <- linear <- metadata <- workers <- job <- demo <- cli; CONTRIBUTING.md says which rule lives where.
 dask and zarr are imported when they are first used.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from chunkq.errors import ChunkqError, RunError, SpecError
-from chunkq.ops import DequantizeLinear, FakeQuantize, dequantize_linear, fake_quantize
+from chunkq.linear import (
+    DequantizeLinear,
+    QuantizeDequantize,
+    QuantizeLinear,
+    dequantize_linear,
+    quantize_dequantize,
+    quantize_linear,
+)
+from chunkq.ops import FakeQuantize, fake_quantize
 
 __version__ = "0.1.0"
 
@@ -19,11 +28,15 @@ __all__ = [
     "ChunkqError",
     "DequantizeLinear",
     "FakeQuantize",
+    "QuantizeDequantize",
+    "QuantizeLinear",
     "RunError",
     "SpecError",
     "dequantize_linear",
     "fake_quantize",
     "plan",
+    "quantize_dequantize",
+    "quantize_linear",
 ]
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ import click
 
 import chunkq
 from chunkq.errors import ChunkqError, RunError, SpecError
+from chunkq.linear import DequantizeLinear
 from chunkq.memory import format_size, keep_memory_flat
-from chunkq.ops import DequantizeLinear, FakeQuantize, Operator
+from chunkq.ops import FakeQuantize, Operator
 
 INTERRUPTED = 130
 

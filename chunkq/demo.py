@@ -12,8 +12,8 @@ import numpy as np
 from chunkq import grid
 from chunkq.errors import SpecError
 from chunkq.job import Plan, plan
+from chunkq.linear import DequantizeLinear
 from chunkq.memory import format_size, parse_size
-from chunkq.ops import DequantizeLinear
 from chunkq.store import create_source, open_source
 
 COLUMNS = 4096

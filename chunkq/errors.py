@@ -10,11 +10,13 @@ REASONS = frozenset(
         "chunks",  # a chunk or shard shape that does not fit the array
         "compressors",  # an unknown codec
         "dtype",  # an element type the operator does not take
+        "float_zero_point",  # float8 and float4 have no zero point other than 0
         "int32_zero_point",  # ONNX: int32 has no zero point other than 0
         "isa",  # CHUNKQ_ISA names what this build or CPU lacks
         "levels",  # not an integer from 2 to the largest exact one
         "masked",  # a mask would be lost
         "max_mem",  # below the least that the run needs
+        "metadata",  # what stands in the source and what was asked for disagree, or it cannot be read
         "n_threads",  # not a positive integer
         "out",  # wrong shape, dtype or memory
         "same_array",  # source and target share stored objects

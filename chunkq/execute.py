@@ -26,6 +26,7 @@ import zarr
 from dask.callbacks import Callback
 
 from chunkq import grid
+from chunkq.dtypes import to_holder
 from chunkq.errors import ChunkqError, RunError
 from chunkq.memory import keep_memory_flat, peak_of_tree, reset_peak
 from chunkq.run import run_chunk
@@ -56,11 +57,6 @@ class Job:
         self.target = target
         self.unit_shape = unit_shape
         self.token = uuid.uuid4().hex
-
-    @property
-    def task_name(self) -> str:
-        """What Dask shows: the operator."""
-        return "dequantize-linear" if self.spec.op == "DequantizeLinear" else "fake-quantize"
 
 
 def _describe(region: Region) -> str:
@@ -93,7 +89,7 @@ def run_unit(job: Job, index: int) -> None:
         y = run_chunk(job.spec, x, params, start=tuple(part.start for part in region))
         del x
         step = "writing the target"
-        writable(job.target.array)[region] = y
+        writable(job.target.array)[region] = to_holder(y)
     except ChunkqError:
         raise
     except Exception as error:
@@ -155,7 +151,7 @@ class _Counter(Callback):  # type: ignore[misc]
 def _compute_locally(job: Job, units: int, function: Callable[..., None], argument: Any, **how: Any) -> None:
     for start in range(0, units, WINDOW):
         tasks = [
-            dask.delayed(function, pure=False)(argument, i, dask_key_name=f"{job.task_name}-{job.token[:8]}-{i}")
+            dask.delayed(function, pure=False)(argument, i, dask_key_name=f"{job.spec.task_name}-{job.token[:8]}-{i}")
             for i in range(start, min(units, start + WINDOW))
         ]
         dask.compute(*tasks, optimize_graph=False, traverse=False, **how)
@@ -209,7 +205,7 @@ def _run_on_cluster(job: Job, units: int, scheduler: Any, counter: _Counter) -> 
         in_flight = 4 * max(1, sum(client.nthreads().values()))
 
         def submit(index: int) -> Any:
-            key = f"{job.task_name}-{job.token[:8]}-{index}"
+            key = f"{job.spec.task_name}-{job.token[:8]}-{index}"
             return client.submit(run_unit, held, index, key=key, pure=False)
 
         waiting = iter(range(units))
@@ -273,4 +269,5 @@ def execute(
 
 def cut_params(spec: QuantSpec, params: tuple[Any, ...]) -> tuple[Any, ...]:
     """Parameters as a job holds them: NumPy arrays as they are, zarr arrays behind handles."""
-    return tuple(p if isinstance(p, np.ndarray) else Handle(p) for p in params)
+    pairs = zip(spec.params, params, strict=True)
+    return tuple(p if isinstance(p, np.ndarray) else Handle(p, param.dtype) for param, p in pairs)

@@ -16,8 +16,9 @@ import numpy as np
 from dask.utils import parse_bytes
 
 from chunkq import grid
-from chunkq.dtypes import ELEMENT_TYPES, element_name
+from chunkq.dtypes import ELEMENT_TYPES
 from chunkq.errors import SpecError
+from chunkq.operands import declare
 from chunkq.run import Array, check_values, refuse_masked, run_chunk
 from chunkq.spec import ParamSpec, QuantSpec, Region, Shape
 from chunkq.store import Handle, ZarrArray, object_shape, open_source
@@ -30,8 +31,6 @@ Edges = tuple[Sequence[int], ...]
 
 #: A larger NumPy parameter is cut in the graph. A task holds a smaller one whole, and travels to its worker with it.
 HELD_BYTES = 64 << 10
-
-TASK_NAMES = {"DequantizeLinear": "dequantize-linear", "FakeQuantize": "fake-quantize"}
 
 
 def _edges(chunks: Chunks) -> Edges:
@@ -84,7 +83,7 @@ class Apply:
     """
 
     def __init__(self, spec: QuantSpec, source: Read | None, params: tuple[Any, ...], edges: Edges) -> None:
-        self.__name__ = TASK_NAMES[spec.op]
+        self.__name__ = spec.task_name
         self.spec = spec
         self.source = source
         self.params = params
@@ -156,7 +155,7 @@ def _held(spec: QuantSpec, params: tuple[Any, ...]) -> tuple[Any, ...]:
             _refuse_foreign(spec.params[index].name, value)
             held.append(None)
         else:
-            held.append(Handle(value))
+            held.append(Handle(value, spec.params[index].dtype))
     return tuple(held)
 
 
@@ -176,9 +175,8 @@ def from_dask(op: Operator, x: Any) -> Any:
     if any(n != n for lengths in x.chunks for n in lengths):
         raise SpecError("shape", "x has unknown chunk sizes; call x.compute_chunk_sizes() first")
     _refuse_foreign("x", x)
-    shape = tuple(int(n) for n in x.shape)
-    spec, params = op.bind(shape, element_name(x.dtype, "x", op.x_types()))
-    return _apply_to_dask(spec, params, _held(spec, params), x)
+    spec, params = op.bind_array(x)
+    return _apply_to_dask(spec, params, _held(spec, params), declare("x", x, spec.x_dtype))
 
 
 def _apply_to_dask(spec: QuantSpec, params: tuple[Any, ...], held: tuple[Any, ...], x: Any) -> Any:
@@ -210,13 +208,13 @@ def from_zarr(op: Operator, array: ZarrArray) -> Any:
         Reasons of the operator; ``source`` for chunks of varying size.
     """
     open_source(array, "x")
-    shape = tuple(int(n) for n in array.shape)
-    spec, params = op.bind(shape, element_name(array.dtype, "x", op.x_types()))
-    chunks = grid.split(shape, block_shape(spec, array))
-    read = Read(Handle(array), _edges(chunks))
+    spec, params = op.bind_array(array)
+    chunks = grid.split(spec.shape, block_shape(spec, array))
+    read = Read(Handle(array, spec.x_dtype), _edges(chunks))
     held = _held(spec, params)
     if any(h is None for h in held):
-        x = da.map_blocks(read, chunks=chunks, dtype=array.dtype, meta=np.empty((0,) * len(shape), array.dtype))
+        dtype = ELEMENT_TYPES[spec.x_dtype].dtype
+        x = da.map_blocks(read, chunks=chunks, dtype=dtype, meta=np.empty((0,) * len(spec.shape), dtype))
         return _apply_to_dask(spec, params, held, x)
     meta = _meta(spec)
     return da.map_blocks(Apply(spec, read, held, read.edges), chunks=chunks, dtype=meta.dtype, meta=meta)

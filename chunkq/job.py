@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from chunkq import grid
-from chunkq.dtypes import ELEMENT_TYPES, element_name
+from chunkq.dtypes import ELEMENT_TYPES
 from chunkq.errors import RunError, SpecError
 from chunkq.execute import Job, Progress, Report, cut_params, execute
 from chunkq.memory import MIB, available, format_size, parse_size
-from chunkq.ops import Operator, kind
+from chunkq.operands import kind
+from chunkq.ops import Operator
 from chunkq.spec import FORMULAS, QuantSpec, Shape, as_integer
 from chunkq.store import (
     Handle,
@@ -258,8 +259,7 @@ def _notes(spec: QuantSpec, source: ZarrArray) -> tuple[str, ...]:
 
 
 def _bind_zarr(op: Operator, source: ZarrArray) -> tuple[QuantSpec, tuple[Any, ...]]:
-    shape = tuple(int(n) for n in source.shape)
-    spec, params = op.bind(shape, element_name(source.dtype, "x", op.x_types()))
+    spec, params = op.bind_array(source)
     for param, value in zip(spec.params, params, strict=True):
         if kind(value) == "dask":
             raise SpecError("argument", f"{param.name} is a Dask array; compute it, or store it as a zarr array first")
@@ -424,7 +424,7 @@ def _carry_out(
         for argument, array in [("source", source), *_zarr_params(spec, params)]:
             _refuse_missing(argument, array)
     target = create()
-    job = Job(spec, Handle(source), cut_params(spec, params), Handle(target), unit)
+    job = Job(spec, Handle(source, spec.x_dtype), cut_params(spec, params), Handle(target, spec.y_dtype), unit)
     result = execute(job, units, name, workers, scheduler, progress)
     count, keys = missing_objects(target)
     if count:

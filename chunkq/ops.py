@@ -1,93 +1,35 @@
-"""The public operators: what the user calls, and which way the input goes.
+"""What the operators share, and FakeQuantize: what the user calls, and which way the input goes.
 
-Imports spec and run; graph (dask) is imported when a Dask or zarr array arrives, never before.
+Imports spec, run and operands; graph (dask) is imported when a Dask or zarr array arrives, never before.
 """
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from chunkq.dtypes import DEQUANTIZE_LINEAR_X, ELEMENT_TYPES, FAKE_QUANTIZE_X, element_name
+from chunkq.dtypes import FAKE_QUANTIZE_X, from_holder
 from chunkq.errors import SpecError
+from chunkq.operands import described, element_of, kind, parameter
 from chunkq.run import Array, check_out, refuse_masked, run_chunk
-from chunkq.spec import QuantSpec, Shape, dequantize_linear_spec, fake_quantize_spec, integer_argument
-
-_NUMBERS = (bool, int, float)
-
-
-def kind(x: Any) -> str:
-    """Say how x is held: "numpy", "dask", "zarr", "number" for a Python number or list, or "other"."""
-    if isinstance(x, (np.ndarray, np.generic)):
-        return "numpy"
-    for name, module, class_name in (("dask", "dask.array", "Array"), ("zarr", "zarr", "Array")):
-        # an array of a library that was never imported cannot be here
-        loaded = sys.modules.get(module)
-        if loaded is not None and isinstance(x, getattr(loaded, class_name)):
-            return name
-    if isinstance(x, (*_NUMBERS, list, tuple)):
-        return "number"
-    return "other"
-
-
-def _weak(name: str, value: Any, dtype: str) -> Array:
-    """A Python number or list in the type the operator wants, without wrapping or overflow."""
-    target = ELEMENT_TYPES[dtype].dtype
-    try:
-        wide = np.array(value)
-    except ValueError as error:
-        raise SpecError("value", f"{name} is a ragged list: {error}") from error
-    if wide.size == 0:
-        wide = wide.astype(target)
-    if wide.dtype.kind not in "iuf" or (target.kind in "iu" and wide.dtype.kind == "f"):
-        wanted = "integers" if target.kind in "iu" else "numbers"
-        raise SpecError("value", f"{name}={value!r}: expected {wanted}")
-    if target.kind in "iu":
-        limits = np.iinfo(target)
-        if wide.size and (int(wide.min()) < limits.min or int(wide.max()) > limits.max):
-            raise SpecError("value", f"{name}={value!r} is outside {dtype}, {limits.min} .. {limits.max}")
-    with np.errstate(over="ignore"):
-        result = wide.astype(target)
-    if target.kind == "f" and bool(np.any(np.isinf(result) & ~np.isinf(wide))):
-        raise SpecError("value", f"{name}={value!r} is too large for {dtype}")
-    return result
-
-
-def _parameter(name: str, value: Any, weak_dtype: str) -> Any:
-    """A parameter as an array of some kind; Python numbers and lists take the type the operator wants."""
-    found = kind(value)
-    if found == "number":
-        return _weak(name, value, weak_dtype)
-    if found == "other":
-        raise SpecError(
-            "argument",
-            f"{name} is a {type(value).__name__}; expected a number, list, NumPy, Dask or zarr array",
-        )
-    refuse_masked(name, value)
-    return np.asarray(value) if found == "numpy" else value
-
-
-def _described(name: str, value: Any) -> tuple[Shape, str]:
-    """Shape and element type of a parameter."""
-    shape = tuple(value.shape)
-    if any(n != n for n in shape):
-        raise SpecError("shape", f"{name} has unknown chunk sizes; call compute_chunk_sizes() on it first")
-    return tuple(int(n) for n in shape), element_name(value.dtype, name, tuple(ELEMENT_TYPES))
-
-
-def _weak_x(x: Any) -> Array:
-    try:
-        return np.asarray(x)
-    except ValueError as error:
-        raise SpecError("value", f"x is a ragged list: {error}") from error
+from chunkq.spec import QuantSpec, Shape, fake_quantize_spec, integer_argument
 
 
 class Operator:
     """What the operators share: calling one takes the way that fits the input."""
 
     __slots__ = ()
+
+    #: The arrays and the attributes an operator is made of, by the standard's names.
+    INPUTS: ClassVar[tuple[str, ...]] = ()
+    ATTRIBUTES: ClassVar[tuple[str, ...]] = ()
+
+    #: The declared element type of x, for x that is held as integers.
+    x_dtype: str | None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in self.ATTRIBUTES)})"
 
     def bind(self, shape: Shape, x_dtype: str) -> tuple[QuantSpec, tuple[Any, ...]]:
         """Validate the operator for a tensor.
@@ -114,6 +56,11 @@ class Operator:
     def x_types(self) -> tuple[str, ...]:
         """Name the element types this operator takes."""
         raise AssertionError("each operator has its own")
+
+    def bind_array(self, x: Any) -> tuple[QuantSpec, tuple[Any, ...]]:
+        """Validate the operator for a NumPy, Dask or zarr array."""
+        shape = tuple(int(n) for n in x.shape)
+        return self.bind(shape, element_of("x", x, self.x_dtype, self.x_types()))
 
     def __call__(self, x: Any, *, out: Array | None = None, n_threads: int | None = None) -> Any:
         """Apply the operator: NumPy gives NumPy, a Dask or zarr array gives a lazy Dask array.
@@ -146,82 +93,22 @@ class Operator:
         return graph.from_dask(self, x) if found == "dask" else graph.from_zarr(self, x)
 
     def _in_memory(self, x: Array, out: Array | None, n_threads: int | None) -> Array:
-        spec, params = self.bind(x.shape, element_name(x.dtype, "x", self.x_types()))
-        values = tuple(p if isinstance(p, np.ndarray) else np.asarray(p[...]) for p in params)
+        spec, params = self.bind_array(x)
+        values = tuple(
+            p if isinstance(p, np.ndarray) else from_holder(param.name, np.asarray(p[...]), param.dtype)
+            for param, p in zip(spec.params, params, strict=True)
+        )
+        x = from_holder("x", x, spec.x_dtype)
         if out is not None:
             check_out(spec, x.shape, out, x, values)
         return run_chunk(spec, x, values, out=out, n_threads=n_threads)
 
 
-class DequantizeLinear(Operator):
-    """ONNX DequantizeLinear with its parameters.
-
-    ``y = (x - zero_point) * scale``, the difference exact, one float32 multiplication.
-
-    Parameters
-    ----------
-    scale : float, list, or float32 array (NumPy, Dask, zarr)
-        Scalar or shape (1,): one for the tensor. 1-D: one for each index of `axis`. With `block_size`: of x's rank.
-    zero_point : int, list or array of x's type, optional
-        Same shape as scale; 0 by default. For int32 x it must be 0.
-    axis : int
-        The axis a 1-D scale lies on, or along which the blocks run; negative counts from the end.
-    block_size : int or tuple of int
-        0 for none; b for blocks of b elements along `axis`; a tuple with one entry for each axis for N-D blocks
-        (`axis` is ignored then). The last block may be shorter.
-
-    Raises
-    ------
-    SpecError
-        Reasons ``dtype``, ``scale_shape``, ``zero_point_shape``, ``axis``, ``block_size``, ``value``,
-        ``int32_zero_point``, ``masked``, ``out``.
-
-    Notes
-    -----
-    x is uint8, int8, uint16, int16 or int32; y is float32. Source: ONNX operator DequantizeLinear, opsets 10, 13, 21.
-
-    Examples
-    --------
-    >>> import numpy as np, chunkq
-    >>> op = chunkq.DequantizeLinear([0.5, 2.0], [0, 10], axis=0)
-    >>> op(np.array([[1, 2], [10, 20]], np.int8))
-    array([[ 0.5,  1. ],
-           [ 0. , 20. ]], dtype=float32)
-    """
-
-    __slots__ = ("axis", "block_size", "scale", "zero_point")
-
-    def __init__(
-        self, scale: Any, zero_point: Any = None, *, axis: int = 1, block_size: int | tuple[int, ...] = 0
-    ) -> None:
-        self.scale = _parameter("scale", scale, "float32")
-        self.zero_point = zero_point
-        self.axis = integer_argument("axis", axis, "axis")
-        self.block_size = _block_size(block_size)
-        if zero_point is not None and kind(zero_point) != "number":
-            self.zero_point = _parameter("zero_point", zero_point, "int32")
-
-    def __repr__(self) -> str:
-        return f"DequantizeLinear(axis={self.axis}, block_size={self.block_size})"
-
-    def x_types(self) -> tuple[str, ...]:
-        return DEQUANTIZE_LINEAR_X
-
-    def bind(self, shape: Shape, x_dtype: str) -> tuple[QuantSpec, tuple[Any, ...]]:
-        scale_shape, scale_dtype = _described("scale", self.scale)
-        params = [self.scale]
-        zero_point = None
-        if self.zero_point is not None:
-            params.append(_parameter("zero_point", self.zero_point, x_dtype))
-            zero_point = _described("zero_point", params[1])
-        spec = dequantize_linear_spec(shape, x_dtype, scale_shape, scale_dtype, zero_point, self.axis, self.block_size)
-        return spec, tuple(params)
-
-
-def _block_size(block_size: Any) -> int | tuple[int, ...]:
-    if isinstance(block_size, (tuple, list)):
-        return tuple(integer_argument("block_size", b, "block_size") for b in block_size)
-    return integer_argument("block_size", block_size, "block_size")
+def _weak_x(x: Any) -> Array:
+    try:
+        return np.asarray(x)
+    except ValueError as error:
+        raise SpecError("value", f"x is a ragged list: {error}") from error
 
 
 class FakeQuantize(Operator):
@@ -250,8 +137,8 @@ class FakeQuantize(Operator):
 
     Notes
     -----
-    x is float32, float64 or float16, and y is of x's type. float16 is computed in float32 and rounded once. A NaN in x
-    gives NaN; every NaN result is the canonical one. Source: OpenVINO operation FakeQuantize-1.
+    x is float32, float64, float16 or bfloat16, and y is of x's type. The two 16-bit types are computed in float32 and
+    rounded once. A NaN in x gives NaN; every NaN result is the canonical one. Source: OpenVINO operation FakeQuantize-1.
 
     Examples
     --------
@@ -261,9 +148,12 @@ class FakeQuantize(Operator):
     array([0., 2., 2., 4.], dtype=float32)
     """
 
-    __slots__ = ("auto_broadcast", "broadcast_axis", "levels", "ranges")
+    __slots__ = ("auto_broadcast", "broadcast_axis", "input_high", "input_low", "levels", "output_high", "output_low")
 
-    NAMES = ("input_low", "input_high", "output_low", "output_high")
+    INPUTS = ("input_low", "input_high", "output_low", "output_high")
+    ATTRIBUTES = ("levels", "auto_broadcast", "broadcast_axis")
+
+    x_dtype = None
 
     def __init__(
         self,
@@ -276,59 +166,22 @@ class FakeQuantize(Operator):
         auto_broadcast: str = "numpy",
         broadcast_axis: int = -1,
     ) -> None:
-        self.ranges = (input_low, input_high, output_low, output_high)
+        self.input_low, self.input_high = input_low, input_high
+        self.output_low, self.output_high = output_low, output_high
         self.levels = integer_argument("levels", levels, "levels")
         if not isinstance(auto_broadcast, str):
             raise SpecError("broadcast", f"auto_broadcast={auto_broadcast!r}: expected 'none', 'numpy' or 'pdpd'")
         self.auto_broadcast = auto_broadcast
         self.broadcast_axis = integer_argument("broadcast_axis", broadcast_axis, "axis")
 
-    def __repr__(self) -> str:
-        return f"FakeQuantize(levels={self.levels}, auto_broadcast={self.auto_broadcast!r})"
-
     def x_types(self) -> tuple[str, ...]:
         return FAKE_QUANTIZE_X
 
     def bind(self, shape: Shape, x_dtype: str) -> tuple[QuantSpec, tuple[Any, ...]]:
-        params = tuple(_parameter(n, v, x_dtype) for n, v in zip(self.NAMES, self.ranges, strict=True))
-        described = tuple((n, *_described(n, p)) for n, p in zip(self.NAMES, params, strict=True))
-        spec = fake_quantize_spec(shape, x_dtype, described, self.levels, self.auto_broadcast, self.broadcast_axis)
+        params = tuple(parameter(n, getattr(self, n), x_dtype) for n in self.INPUTS)
+        ranges = tuple((n, *described(n, p)) for n, p in zip(self.INPUTS, params, strict=True))
+        spec = fake_quantize_spec(shape, x_dtype, ranges, self.levels, self.auto_broadcast, self.broadcast_axis)
         return spec, params
-
-
-def dequantize_linear(
-    x: Any,
-    scale: Any,
-    zero_point: Any = None,
-    *,
-    axis: int = 1,
-    block_size: int | tuple[int, ...] = 0,
-    out: Array | None = None,
-    n_threads: int | None = None,
-) -> Any:
-    """Apply ONNX DequantizeLinear, ``y = (x - zero_point) * scale``: `DequantizeLinear` in one call.
-
-    Parameters
-    ----------
-    x : array of uint8, int8, uint16, int16 or int32 (NumPy, Dask or zarr)
-        The quantized tensor.
-    scale, zero_point, axis, block_size
-        See `DequantizeLinear`.
-    out, n_threads
-        See `Operator.__call__`.
-
-    Returns
-    -------
-    numpy.ndarray or dask.array.Array of float32
-        Of x's shape; lazy where x is.
-
-    Examples
-    --------
-    >>> import numpy as np, chunkq
-    >>> chunkq.dequantize_linear(np.array([0, 10, 128, 255], np.uint8), 1.0, 128)
-    array([-128., -118.,    0.,  127.], dtype=float32)
-    """
-    return DequantizeLinear(scale, zero_point, axis=axis, block_size=block_size)(x, out=out, n_threads=n_threads)
 
 
 def fake_quantize(
@@ -348,7 +201,7 @@ def fake_quantize(
 
     Parameters
     ----------
-    x : array of float32, float64 or float16 (NumPy, Dask or zarr)
+    x : array of float32, float64, float16 or bfloat16 (NumPy, Dask or zarr)
         The tensor.
     input_low, input_high, output_low, output_high, levels, auto_broadcast, broadcast_axis
         See `FakeQuantize`.

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from chunkq.dtypes import ELEMENT_TYPES, element_name
+from chunkq.dtypes import ELEMENT_TYPES, ZERO_ONLY, element_name, to_float32
 from chunkq.errors import SpecError
 from chunkq.kernels import kernels
 from chunkq.spec import QuantSpec, Shape
@@ -32,8 +32,19 @@ _Rule = tuple[int, int, int]
 _Axes = list[tuple[int, list[Any]]]
 
 _RUNNERS = {"float32": kernels.run_float32, "float64": kernels.run_float64}
-_NO_ZERO_POINT = np.zeros(1, np.float32)
-_NO_ZERO_POINT.flags.writeable = False
+
+
+def _constant(value: float) -> Array:
+    array = np.full(1, value, np.float32)
+    array.flags.writeable = False
+    return array
+
+
+# An absent zero point: what leaves every value as it is, signed zeros too, when it is subtracted, or added to a float.
+_NOTHING_TO_SUBTRACT, _NOTHING_TO_ADD = _constant(0.0), _constant(-0.0)
+
+# (mantissa, bias, largest code, infinity, NaN) where there is no minifloat
+_NO_MINIFLOAT = (0, 0, 0, 0, 0)
 
 
 def _merge(inner_n: int, outer: _Rule, inner: _Rule) -> _Rule | None:
@@ -109,22 +120,64 @@ def refuse_masked(name: str, value: Any) -> None:
 
 
 def check_values(spec: QuantSpec, index: int, value: Array) -> None:
-    """Refuse parameter values that the operator does not take (ONNX: an int32 zero point is 0)."""
+    """Refuse parameter values that the operator does not take (ONNX: an int32, float8 or float4 zero point is 0)."""
     param = spec.params[index]
     element_name(value.dtype, param.name, (param.dtype,))
-    if param.name == "zero_point" and param.dtype == "int32" and value.any():
-        raise SpecError(
-            "int32_zero_point",
-            f"zero_point holds {int(value[value != 0].flat[0])}; for int32 x ONNX allows only 0: leave it out",
-        )
+    if param.name != "zero_point" or not (param.dtype == "int32" or param.dtype in ZERO_ONLY) or not value.size:
+        return
+    numbers = value if param.dtype == "int32" else to_float32(value)
+    if numbers.any():
+        reason = "int32_zero_point" if param.dtype == "int32" else "float_zero_point"
+        found = numbers[numbers != 0].flat[0]
+        raise SpecError(reason, f"zero_point holds {found}; for {param.dtype} only 0 is allowed: leave it out")
+
+
+def _scale(spec: QuantSpec, value: Array) -> Array:
+    """The scale in float32; where a division is done in a narrower type, rounded to that first."""
+    value = to_float32(value)
+    if spec.division == "float32":
+        return value
+    with np.errstate(over="ignore"):
+        return value.astype(ELEMENT_TYPES[spec.division].dtype).astype(np.float32)
 
 
 def prepare_params(spec: QuantSpec, params: tuple[Array, ...]) -> tuple[Array, ...]:
     """Check the parameters' values and give them the type that the arithmetic is done in."""
     for index, value in enumerate(params):
         check_values(spec, index, value)
-    dtype = ELEMENT_TYPES[spec.compute_dtype].dtype
-    return tuple(np.ascontiguousarray(value, dtype).reshape(-1) for value in params)
+    if spec.op == "FakeQuantize":
+        dtype = ELEMENT_TYPES[spec.compute_dtype].dtype
+        return tuple(np.ascontiguousarray(value, dtype).reshape(-1) for value in params)
+    scale = np.ascontiguousarray(_scale(spec, params[0])).reshape(-1)
+    adds_float = spec.op != "DequantizeLinear" and ELEMENT_TYPES[spec.q_dtype].mini is not None
+    if len(params) < 2:
+        return scale, _NOTHING_TO_ADD if adds_float else _NOTHING_TO_SUBTRACT
+    if adds_float and spec.q_dtype.startswith("float8"):
+        return scale, np.full(params[1].size, -0.0, np.float32)
+    return scale, np.ascontiguousarray(to_float32(params[1])).reshape(-1)
+
+
+@lru_cache(maxsize=1024)
+def kernel_settings(spec: QuantSpec) -> Array:
+    """The numbers by which the kernels know an operation (see _kernels.pyx)."""
+    codes = kernels.ELEMENT_CODES
+    quantized = ELEMENT_TYPES[spec.q_dtype or "uint8"]
+    low, high = quantized.limits or (0, 0)
+    mini = quantized.mini
+    over = 0
+    if mini is not None:
+        beyond = mini.nan if mini.inf < 0 else mini.inf
+        over = mini.max if spec.saturate or quantized.bits < 8 else beyond
+    row = (
+        kernels.OPERATOR_CODES[spec.op],
+        *(codes[ELEMENT_TYPES[name].code] for name in (spec.x_dtype, quantized.name, spec.y_dtype, spec.division)),
+        low,
+        high,
+        over,
+        quantized.bits,
+        *(mini or _NO_MINIFLOAT),
+    )
+    return np.array(row, np.intp)
 
 
 def check_out(spec: QuantSpec, shape: Shape, out: Array, x: Array, params: tuple[Array, ...]) -> None:
@@ -189,18 +242,14 @@ def run_chunk(
             raise AssertionError(f"{param.name} was cut to {value.shape}; the region needs {expected}")
     if repeats > 1:
         values = tuple(np.tile(v, repeats) if v.size > 1 else v for v in values)
-    if len(values) < 2:
-        values = (*values, _NO_ZERO_POINT)
     in_place = out is not None and _is_plain(out)
     y = out if out is not None and in_place else np.empty(x.shape, ELEMENT_TYPES[spec.y_dtype].dtype)
     _RUNNERS[spec.compute_dtype](
-        kernels.OPERATOR_CODES[spec.op],
-        ELEMENT_TYPES[spec.x_dtype].code,
-        ELEMENT_TYPES[spec.y_dtype].code,
+        kernel_settings(spec),
+        spec.levels,
         _bytes(x if _is_plain(x) else np.array(x, x.dtype.newbyteorder("="), order="C", subok=False)),
         _bytes(y),
         table,
-        spec.levels,
         y.nbytes >= STREAM_BYTES,
         thread_count(n_threads, x.size),
         *values,

@@ -9,11 +9,21 @@ last one possibly shorter. Per-tensor, per-axis, blocked and every broadcast are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Integral
 
-from chunkq.dtypes import DEQUANTIZE_LINEAR_X, ELEMENT_TYPES, FAKE_QUANTIZE_X
+from chunkq.dtypes import (
+    DEQUANTIZE_LINEAR_X,
+    ELEMENT_TYPES,
+    FAKE_QUANTIZE_X,
+    FLOATS,
+    QUANTIZE_LINEAR_X,
+    QUANTIZED,
+    SCALES,
+)
 from chunkq.errors import SpecError
 
 Shape = tuple[int, ...]
@@ -21,6 +31,8 @@ Region = tuple[slice, ...]
 
 FORMULAS = {
     "DequantizeLinear": "y = (x - zero_point) * scale",
+    "QuantizeLinear": "y = saturate(round(x / scale) + zero_point)",
+    "QuantizeDequantize": "y = (saturate(round(x / scale) + zero_point) - zero_point) * scale",
     "FakeQuantize": (
         "y = output_low where x <= min(input_low, input_high), output_high where x > max(input_low, input_high), else "
         "round((x - input_low) / (input_high - input_low) * (levels - 1)) / (levels - 1)"
@@ -77,7 +89,7 @@ class QuantSpec:
     Attributes
     ----------
     op : str
-        "DequantizeLinear" or "FakeQuantize".
+        A key of `FORMULAS`.
     shape : tuple of int
         The tensor's.
     x_dtype, y_dtype, compute_dtype : str
@@ -88,6 +100,12 @@ class QuantSpec:
         The quantization axis, where there is exactly one.
     levels : int
         FakeQuantize's; 2 elsewhere.
+    q_dtype : str
+        Element type of the quantized values; "" for FakeQuantize.
+    division : str
+        Element type QuantizeLinear divides in.
+    saturate : bool
+        Whether QuantizeLinear turns what is too large for a float8 into its largest value.
     """
 
     op: str
@@ -98,6 +116,14 @@ class QuantSpec:
     params: tuple[ParamSpec, ...]
     axis: int | None
     levels: int = 2
+    q_dtype: str = ""
+    division: str = "float32"
+    saturate: bool = True
+
+    @property
+    def task_name(self) -> str:
+        """What Dask shows: dequantize-linear, fake-quantize and so on."""
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", self.op).lower()
 
     @property
     def granularity(self) -> str:
@@ -139,10 +165,10 @@ def normalize_axis(axis: int, rank: int, hint: str = "") -> int:
     return axis % rank
 
 
-def _dequantize_steps(
+def _linear_steps(
     shape: Shape, scale_shape: Shape, axis: int, block_size: int | Shape
 ) -> tuple[Shape, Shape, int | None]:
-    """Axes and steps of scale, and the quantization axis; ONNX DequantizeLinear, "scale"."""
+    """Axes and steps of scale, and the quantization axis; ONNX QuantizeLinear, "three granularities"."""
     rank = len(shape)
     if block_size:
         return _blocked_steps(shape, scale_shape, axis, block_size)
@@ -193,22 +219,27 @@ def _blocked_steps(
     return tuple(range(rank)), steps, blocked
 
 
-@lru_cache(maxsize=1024)
-def dequantize_linear_spec(
+ZeroPoint = tuple[Shape, str] | None
+
+
+def _one_of(argument: str, found: str, allowed: Sequence[str]) -> None:
+    if found not in allowed:
+        way = ": pass scale.astype('float32')" if argument == "scale" else ""
+        raise SpecError("dtype", f"{argument} is {found}; expected one of {', '.join(allowed)}{way}")
+
+
+def _linear_params(
     shape: Shape,
-    x_dtype: str,
-    scale_shape: Shape,
-    scale_dtype: str,
-    zero_point: tuple[Shape, str] | None,
+    scale: tuple[Shape, str],
+    zero_point: ZeroPoint,
     axis: int,
     block_size: int | Shape,
-) -> QuantSpec:
-    """Validate a DequantizeLinear and describe it; `zero_point` is its shape and element type."""
-    if x_dtype not in DEQUANTIZE_LINEAR_X:
-        raise SpecError("dtype", f"x is {x_dtype}; expected one of {', '.join(DEQUANTIZE_LINEAR_X)}")
-    if scale_dtype != "float32":
-        raise SpecError("dtype", f"scale is {scale_dtype}; expected float32: pass scale.astype('float32')")
-    axes, steps, quantization_axis = _dequantize_steps(shape, scale_shape, axis, block_size)
+    q_dtype: tuple[str, str],
+) -> tuple[tuple[ParamSpec, ...], int | None]:
+    """Scale and zero point of the ONNX operators, and the axis; `q_dtype` is the quantized type and whose type it is."""
+    scale_shape, scale_dtype = scale
+    _one_of("scale", scale_dtype, SCALES)
+    axes, steps, quantization_axis = _linear_steps(shape, scale_shape, axis, block_size)
     params = [ParamSpec("scale", scale_dtype, axes, steps)]
     if zero_point is not None:
         zero_shape, zero_dtype = zero_point
@@ -217,10 +248,87 @@ def dequantize_linear_spec(
                 "zero_point_shape",
                 f"zero_point has shape {zero_shape}; expected that of scale, {scale_shape}",
             )
-        if zero_dtype != x_dtype:
-            raise SpecError("dtype", f"zero_point is {zero_dtype}; expected {x_dtype}, the type of x")
+        if zero_dtype != q_dtype[0]:
+            raise SpecError("dtype", f"zero_point is {zero_dtype}; expected {q_dtype[0]}, {q_dtype[1]}")
         params.append(ParamSpec("zero_point", zero_dtype, axes, steps))
-    return QuantSpec("DequantizeLinear", shape, x_dtype, "float32", "float32", tuple(params), quantization_axis)
+    return tuple(params), quantization_axis
+
+
+def _dequantized_dtype(scale_dtype: str, output_dtype: str | None) -> str:
+    """ONNX: output_dtype, else the type of scale."""
+    if output_dtype is None and scale_dtype not in FLOATS:
+        raise SpecError("dtype", f"scale is {scale_dtype}: pass output_dtype, one of {', '.join(FLOATS)}")
+    y_dtype = output_dtype or scale_dtype
+    _one_of("output_dtype", y_dtype, FLOATS)
+    return y_dtype
+
+
+@lru_cache(maxsize=1024)
+def dequantize_linear_spec(
+    shape: Shape,
+    x_dtype: str,
+    scale: tuple[Shape, str],
+    zero_point: ZeroPoint,
+    axis: int,
+    block_size: int | Shape,
+    output_dtype: str | None,
+) -> QuantSpec:
+    """Validate a DequantizeLinear and describe it; scale and `zero_point` are shape and element type."""
+    _one_of("x", x_dtype, DEQUANTIZE_LINEAR_X)
+    params, along = _linear_params(shape, scale, zero_point, axis, block_size, (x_dtype, "the type of x"))
+    y_dtype = _dequantized_dtype(scale[1], output_dtype)
+    return QuantSpec("DequantizeLinear", shape, x_dtype, y_dtype, "float32", params, along, q_dtype=x_dtype)
+
+
+def _quantized_dtype(zero_point: ZeroPoint, asked: str | None, argument: str) -> str:
+    """ONNX: the type of zero_point, else output_dtype, else uint8; both given and different is an error."""
+    if zero_point is not None:
+        _one_of("zero_point", zero_point[1], QUANTIZED)
+        if asked not in (None, zero_point[1]):
+            raise SpecError("dtype", f"{argument}={asked!r} but zero_point is {zero_point[1]}; leave one of them out")
+        return zero_point[1]
+    q_dtype = asked or "uint8"
+    _one_of(argument, q_dtype, QUANTIZED)
+    return q_dtype
+
+
+@lru_cache(maxsize=1024)
+def quantize_linear_spec(
+    shape: Shape,
+    x_dtype: str,
+    scale: tuple[Shape, str],
+    zero_point: ZeroPoint,
+    axis: int,
+    block_size: int | Shape,
+    output_dtype: str | None,
+    saturate: bool,
+    precision: str | None,
+) -> QuantSpec:
+    """Validate a QuantizeLinear and describe it."""
+    _one_of("x", x_dtype, QUANTIZE_LINEAR_X)
+    q_dtype = _quantized_dtype(zero_point, output_dtype, "output_dtype")
+    params, along = _linear_params(shape, scale, zero_point, axis, block_size, (q_dtype, "the quantized type"))
+    division = precision or (scale[1] if scale[1] in FLOATS and x_dtype != "int32" else "float32")
+    _one_of("precision", division, FLOATS)
+    return QuantSpec(
+        "QuantizeLinear",
+        shape,
+        x_dtype,
+        q_dtype,
+        "float32",
+        params,
+        along,
+        q_dtype=q_dtype,
+        division=division,
+        saturate=saturate,
+    )
+
+
+@lru_cache(maxsize=1024)
+def quantize_dequantize_spec(quantize: QuantSpec, output_dtype: str | None) -> QuantSpec:
+    """Describe a QuantizeLinear followed by the DequantizeLinear with the same parameters."""
+    y_dtype = _dequantized_dtype(quantize.params[0].dtype, output_dtype)
+    return replace(quantize, op="QuantizeDequantize", y_dtype=y_dtype)
 
 
 def _range_axes(name: str, shape: Shape, found: Shape, auto_broadcast: str, broadcast_axis: int) -> Shape:

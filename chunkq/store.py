@@ -21,6 +21,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 from zarr.core.sync import sync
 from zarr.storage import LocalStore
 
+from chunkq.dtypes import from_holder
 from chunkq.errors import SpecError
 from chunkq.grid import counts, unravel
 from chunkq.spec import Region, Shape
@@ -58,18 +59,19 @@ class Handle:
     gives stale results; every handle is therefore new to Dask.
     """
 
-    __slots__ = ("array", "token")
+    __slots__ = ("array", "element", "token")
 
-    def __init__(self, array: ZarrArray) -> None:
+    def __init__(self, array: ZarrArray, element: str) -> None:
         self.array = array
+        self.element = element
         self.token = uuid.uuid4().hex
 
     def __dask_tokenize__(self) -> tuple[str, str]:
         return "chunkq.store.Handle", self.token
 
     def read(self, region: Region) -> np.ndarray[Any, np.dtype[Any]]:
-        """Read a region; 0-d comes back as an array too."""
-        return np.asarray(self.array[region])
+        """Read a region in its element type; 0-d comes back as an array too."""
+        return from_holder("the zarr array", np.asarray(self.array[region]), self.element)
 
 
 def object_shape(array: ZarrArray) -> Shape:

@@ -34,16 +34,22 @@ def python(code, **environment):
 
 
 def test_element_codes_are_those_of_the_table():
-    table = {name: row.code for name, row in ELEMENT_TYPES.items()}
+    table = {row.code for row in ELEMENT_TYPES.values() if row.code}
     for isa in kernels.built():
         if isa in _cpu.supported():
-            assert table == kernels.load(isa).ELEMENT_CODES
+            codes = kernels.load(isa).ELEMENT_CODES
+            assert table == set(codes)
+            assert len(set(codes.values())) == len(codes)
+
+
+def settings(op=0, x_code=0, q_code=0, y_code=6, division=6, low=0, high=255, over=0, mini=(8, 3, 7, 126, -1, 127)):
+    return np.array([op, x_code, q_code, y_code, division, low, high, over, *mini], np.intp)
 
 
 def launch(isa_module, table, params=(3, 3), x=24, y=24):
     bytes_ = np.zeros(x, np.uint8), np.zeros(4 * y, np.uint8)
     values = [np.zeros(n, np.float32) for n in params]
-    isa_module.run_float32(0, 0, 6, *bytes_, np.array(table, np.intp).T.copy(), 2, False, 1, *values)
+    isa_module.run_float32(settings(), 2, *bytes_, np.array(table, np.intp).T.copy(), False, 1, *values)
 
 
 # one list for each axis: size, then step, phase, stride of scale and zero point
@@ -83,23 +89,53 @@ def test_buffers_of_unequal_size_are_refused(isa):
 @pytest.mark.parametrize(
     ("real", "op", "x_code", "y_code"),
     [
-        ("float32", 0, 8, 6),
+        ("float32", 0, 12, 6),
         ("float32", 0, -1, 6),
+        ("float32", 0, 6, 6),
         ("float32", 0, 0, 7),
-        ("float32", 2, 0, 6),
+        ("float32", 0, 0, 4),
+        ("float32", 0, 9, 6),  # narrow, and not the quantized type
+        ("float32", 1, 0, 0),
+        ("float32", 1, 6, 6),
+        ("float32", 1, 6, 4),
+        ("float32", 2, 6, 0),
+        ("float32", 3, 0, 6),
+        ("float32", 4, 0, 6),
         ("float64", 0, 0, 6),
         ("float64", 0, 0, 5),
-        ("float64", 0, 5, 7),  # the float64 kernels do not load float16
+        ("float64", 3, 5, 7),  # the float64 kernels do not load float16
     ],
 )
 def test_unknown_codes_are_refused(real, op, x_code, y_code, isa):
     """Buffers of the sizes that the codes stand for, so that nothing but the codes is wrong."""
-    sizes = {0: 1, 5: 2, 6: 4, 7: 8, 8: 8, -1: 8}
+    sizes = {0: 1, 4: 4, 5: 2, 6: 4, 7: 8, 9: 1, 12: 8, -1: 8}
     x, y = np.zeros(3 * sizes[x_code], np.uint8), np.zeros(3 * sizes[y_code], np.uint8)
-    table = np.array([[3] + [0] * (6 if op == 0 else 12)], np.intp).T.copy()
-    params = [np.ones(1, real)] * (2 if op == 0 else 4)
-    with pytest.raises(ValueError, match=r"code|op"):
-        getattr(run.kernels, f"run_{real}")(op, x_code, y_code, x, y, table, 2, False, 1, *params)
+    table = np.array([[3] + [0] * (6 if op < 3 else 12)], np.intp).T.copy()
+    params = [np.ones(1, real)] * (2 if op < 3 else 4)
+    with pytest.raises(ValueError, match=r"code|op|narrow"):
+        getattr(run.kernels, f"run_{real}")(settings(op, x_code, 0, y_code), 2, x, y, table, False, 1, *params)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"division": 0},
+        {"x_code": 11, "q_code": 11, "mini": (9, 3, 7, 126, -1, 127)},
+        {"x_code": 11, "q_code": 11, "mini": (8, 7, 7, 126, -1, 127)},
+        {"x_code": 11, "q_code": 11, "mini": (8, 3, 127, 126, -1, 127)},
+        {"x_code": 11, "q_code": 11, "mini": (8, 3, 7, 2**40, -1, 127)},
+        {"x_code": 10, "q_code": 10, "mini": (0, 0, 0, 0, 0, 0)},
+        {"x_code": 10, "q_code": 10, "mini": (8, 0, 0, 0, 0, 0)},
+        {"mini": ()},
+    ],
+)
+def test_settings_that_no_loop_is_written_for_are_refused(bad, isa):
+    table = np.array([[3] + [0] * 6], np.intp).T.copy()
+    params = [np.ones(1, np.float32)] * 2
+    x, y = np.zeros(3, np.uint8), np.zeros(12, np.uint8)
+    run.kernels.run_float32(settings(), 2, x, y, table, False, 1, *params)
+    with pytest.raises(ValueError, match=r"settings|division"):
+        run.kernels.run_float32(settings(**bad), 2, x, y, table, False, 1, *params)
 
 
 def test_isa_can_be_forced_and_never_falls_back():

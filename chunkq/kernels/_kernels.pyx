@@ -2,8 +2,11 @@
 
 A tensor arrives as bytes with its axes collapsed by chunkq.run into rows. Along a row each parameter is constant,
 advances by one element, or changes every `step` elements. A row is computed tile by tile: load to the arithmetic type,
-formula, store. Which element types exist is the business of load() and store() alone, which formula that of constant()
+formula, store. Which element types exist is the business of decode() and encode() alone, which formula that of constant()
 and advancing().
+
+settings are numbers of chunkq.run.kernel_settings: operator, element types of x, of the quantized values and of y, the
+type to divide in, the quantized type's lowest and highest value and the code of what is above it, its minifloat numbers.
 
 geometry is a table of integers, one column per collapsed axis, the row last:
     row 0         the axis's size
@@ -12,14 +15,20 @@ geometry is a table of integers, one column per collapsed axis, the row last:
 
 from cython.parallel cimport prange
 from libc.math cimport NAN
-from libc.stdint cimport int8_t, int16_t, int32_t, uint8_t, uint16_t, uintptr_t
+from libc.stdint cimport int8_t, int16_t, int32_t, uint8_t, uint16_t, uint32_t, uintptr_t
 from libc.string cimport memcpy
 
 cdef extern from "elements.h" nogil:
     float cq_rint_f32(float)
     double cq_rint_f64(double)
+    ctypedef struct cq_minifloat:
+        int32_t width, mantissa, bias, max, inf, nan
     void cq_load_f16(const uint16_t*, float*, Py_ssize_t)
     void cq_store_f16(const float*, uint16_t*, Py_ssize_t)
+    void cq_load_bf16(const uint16_t*, float*, Py_ssize_t)
+    void cq_store_bf16(const float*, uint16_t*, Py_ssize_t)
+    void cq_load_minifloat(const uint8_t*, float*, Py_ssize_t, const cq_minifloat*)
+    void cq_store_minifloat(const float*, uint8_t*, Py_ssize_t, const cq_minifloat*, int32_t)
     void cq_stream(void*, const void*, Py_ssize_t)
     void cq_fence()
 
@@ -38,20 +47,29 @@ cdef enum:
     FLOAT16 = 5
     FLOAT32 = 6
     FLOAT64 = 7
+    BFLOAT16 = 8
+    UINT_BITS = 9        # 1 to 7 bits, one value in a byte
+    INT_BITS = 10
+    MINIFLOAT = 11       # 4 to 8 bits, one value in a byte
 
 cdef enum:
     DEQUANTIZE_LINEAR = 0
-    FAKE_QUANTIZE = 1
+    QUANTIZE_LINEAR = 1
+    QUANTIZE_DEQUANTIZE = 2
+    FAKE_QUANTIZE = 3
 
 cdef enum:
     TILE = 1024          # elements; input, output and four parameter tiles stay in L1
     SHORT_RUN = 32       # parameter runs below this are expanded into a tile
     ITEM = 16384         # elements one thread takes at a time
     MAX_PARAMS = 4
+    N_SETTINGS = 14
 
 ELEMENT_CODES = {"uint8": UINT8, "int8": INT8, "uint16": UINT16, "int16": INT16, "int32": INT32,
-                 "float16": FLOAT16, "float32": FLOAT32, "float64": FLOAT64}
-OPERATOR_CODES = {"DequantizeLinear": DEQUANTIZE_LINEAR, "FakeQuantize": FAKE_QUANTIZE}
+                 "float16": FLOAT16, "float32": FLOAT32, "float64": FLOAT64, "bfloat16": BFLOAT16,
+                 "unsigned bits": UINT_BITS, "signed bits": INT_BITS, "minifloat": MINIFLOAT}
+OPERATOR_CODES = {"DequantizeLinear": DEQUANTIZE_LINEAR, "QuantizeLinear": QUANTIZE_LINEAR,
+                  "QuantizeDequantize": QUANTIZE_DEQUANTIZE, "FakeQuantize": FAKE_QUANTIZE}
 OPENMP = CQ_OPENMP
 
 ctypedef fused real:
@@ -63,17 +81,20 @@ cdef struct Job:
     char* y
     const void* params[MAX_PARAMS]
     const Py_ssize_t* geometry
-    int op, x_code, y_code, n_params, n_axes
-    bint advancing, stream
+    int op, x_code, q_code, y_code, n_params, n_axes
+    int division                             # the type QuantizeLinear divides in
+    int32_t low, high, over                  # the quantized type's range; the code of what is above it
+    cq_minifloat mini                        # the quantized type, where it is a minifloat; its width for other narrow ones
+    bint staged, advancing, stream
     Py_ssize_t x_size, y_size
     Py_ssize_t total, row, rows              # elements, elements per row, rows (the last may be short)
     Py_ssize_t columns, row_block, row_blocks   # an item is row_block rows by columns elements
 
 
 cdef Py_ssize_t element_size(int code) noexcept nogil:
-    if code == UINT8 or code == INT8:
+    if code == UINT8 or code == INT8 or code == UINT_BITS or code == INT_BITS or code == MINIFLOAT:
         return 1
-    if code == UINT16 or code == INT16 or code == FLOAT16:
+    if code == UINT16 or code == INT16 or code == FLOAT16 or code == BFLOAT16:
         return 2
     if code == INT32 or code == FLOAT32:
         return 4
@@ -82,50 +103,113 @@ cdef Py_ssize_t element_size(int code) noexcept nogil:
 
 # ---- load and store: one branch per element type
 
+cdef void decode(const Job* job, const char* x, Py_ssize_t n, float* tile) noexcept nogil:
+    """x in float32."""
+    cdef Py_ssize_t i
+    cdef int shift
+    if job.x_code == UINT8:
+        for i in range(n):
+            tile[i] = <float>(<const uint8_t*>x)[i]
+    elif job.x_code == INT8:
+        for i in range(n):
+            tile[i] = <float>(<const int8_t*>x)[i]
+    elif job.x_code == UINT16:
+        for i in range(n):
+            tile[i] = <float>(<const uint16_t*>x)[i]
+    elif job.x_code == INT16:
+        for i in range(n):
+            tile[i] = <float>(<const int16_t*>x)[i]
+    elif job.x_code == INT32:
+        for i in range(n):
+            tile[i] = <float>(<const int32_t*>x)[i]
+    elif job.x_code == UINT_BITS:
+        for i in range(n):
+            tile[i] = <float>((<const uint8_t*>x)[i] & job.high)
+    elif job.x_code == INT_BITS:
+        shift = 32 - job.mini.width
+        for i in range(n):
+            tile[i] = <float>(<int32_t>(<uint32_t>(<const uint8_t*>x)[i] << shift) >> shift)
+    elif job.x_code == FLOAT16:
+        cq_load_f16(<const uint16_t*>x, tile, n)
+    elif job.x_code == BFLOAT16:
+        cq_load_bf16(<const uint16_t*>x, tile, n)
+    else:
+        cq_load_minifloat(<const uint8_t*>x, tile, n, &job.mini)
+
+
 cdef const real* load(const Job* job, Py_ssize_t at, Py_ssize_t n, real* tile) noexcept nogil:
     """x[at : at + n] in the arithmetic type: in the tile, or in place where it has that type already."""
     cdef const char* x = job.x + at * job.x_size
+    if real is float:
+        if job.x_code != FLOAT32:
+            decode(job, x, n, tile)
+            return tile
+    return <const real*>x
+
+
+cdef void encode(const Job* job, int code, Py_ssize_t n, const float* tile, char* y) noexcept nogil:
+    """The tile in another element type; integers are in its range already."""
     cdef Py_ssize_t i
-    if job.x_code == UINT8:
+    cdef uint8_t mask
+    if code == UINT8 or code == UINT_BITS:
         for i in range(n):
-            tile[i] = <real>(<const uint8_t*>x)[i]
-    elif job.x_code == INT8:
+            (<uint8_t*>y)[i] = <uint8_t><int32_t>tile[i]
+    elif code == INT8:
         for i in range(n):
-            tile[i] = <real>(<const int8_t*>x)[i]
-    elif job.x_code == UINT16:
+            (<int8_t*>y)[i] = <int8_t><int32_t>tile[i]
+    elif code == UINT16:
         for i in range(n):
-            tile[i] = <real>(<const uint16_t*>x)[i]
-    elif job.x_code == INT16:
+            (<uint16_t*>y)[i] = <uint16_t><int32_t>tile[i]
+    elif code == INT16:
         for i in range(n):
-            tile[i] = <real>(<const int16_t*>x)[i]
-    elif job.x_code == INT32:
+            (<int16_t*>y)[i] = <int16_t><int32_t>tile[i]
+    elif code == INT_BITS:
+        mask = <uint8_t>((1 << job.mini.width) - 1)
         for i in range(n):
-            tile[i] = <real>(<const int32_t*>x)[i]
-    elif job.x_code == FLOAT16:
-        if real is float:
-            cq_load_f16(<const uint16_t*>x, tile, n)
+            (<uint8_t*>y)[i] = <uint8_t><int32_t>tile[i] & mask
+    elif code == FLOAT16:
+        cq_store_f16(tile, <uint16_t*>y, n)
+    elif code == BFLOAT16:
+        cq_store_bf16(tile, <uint16_t*>y, n)
     else:
-        return <const real*>x
-    return tile
+        cq_store_minifloat(tile, <uint8_t*>y, n, &job.mini, job.over)
 
 
 cdef void store(const Job* job, Py_ssize_t at, Py_ssize_t n, const real* tile) noexcept nogil:
     """Write the tile to y[at : at + n] in y's type."""
     cdef char* y = job.y + at * job.y_size
-    if job.y_code == FLOAT16:
-        if real is float:
-            cq_store_f16(tile, <uint16_t*>y, n)
-    elif job.stream:
-        cq_stream(y, tile, n * job.y_size)
+    cdef char encoded[2 * TILE]
+    cdef const void* source = tile
+    if real is float:
+        if job.y_code != FLOAT32:
+            if not job.stream:
+                encode(job, job.y_code, n, <const float*>tile, y)
+                return
+            encode(job, job.y_code, n, <const float*>tile, encoded)
+            source = encoded
+    if job.stream:
+        cq_stream(y, source, n * job.y_size)
     else:
-        memcpy(y, tile, n * job.y_size)
+        memcpy(y, source, n * job.y_size)
 
 
 # ---- the formulas
 
 cdef inline real dequantize(real x, real scale, real zero_point) noexcept nogil:
-    # ONNX DequantizeLinear-13: the difference of 8- and 16-bit integers is exact in float32, then one multiplication.
-    return (x - zero_point) * scale
+    # ONNX DequantizeLinear-13: the difference of narrow types is exact in float32, then one multiplication.
+    cdef real y = (x - zero_point) * scale
+    return y if y == y else <real>NAN
+
+
+cdef inline real quantize(real x, real scale, real zero_point, real low, real high) noexcept nogil:
+    # ONNX QuantizeLinear-13: divided, rounded, only then shifted; saturated before it becomes an integer. NaN gives low.
+    cdef real y
+    if real is float:
+        y = cq_rint_f32(x / scale) + zero_point
+    else:
+        y = cq_rint_f64(x / scale) + zero_point
+    y = y if y > low else low
+    return y if y < high else high
 
 
 cdef inline real fake_quantize(real x, real il, real ih, real ol, real oh, real top) noexcept nogil:
@@ -147,10 +231,16 @@ cdef inline real fake_quantize(real x, real il, real ih, real ol, real oh, real 
 cdef void constant(const Job* job, Py_ssize_t n, const real* x, real* y, const real* v, real top) noexcept nogil:
     """The formula over n elements that share one value of every parameter."""
     cdef Py_ssize_t i
-    cdef real v0 = v[0], v1 = v[1], v2, v3
+    cdef real v0 = v[0], v1 = v[1], v2, v3, low = <real>job.low, high = <real>job.high
     if job.op == DEQUANTIZE_LINEAR:
         for i in range(n):
             y[i] = dequantize(x[i], v0, v1)
+    elif job.op == QUANTIZE_LINEAR:
+        for i in range(n):
+            y[i] = quantize(x[i], v0, v1, low, high)
+    elif job.op == QUANTIZE_DEQUANTIZE:
+        for i in range(n):
+            y[i] = dequantize(quantize(x[i], v0, v1, low, high), v0, v1)
     else:
         v2 = v[2]
         v3 = v[3]
@@ -165,14 +255,66 @@ cdef void advancing(const Job* job, Py_ssize_t n, const real* x, real* y, const 
     cdef const real* p1 = p[1]
     cdef const real* p2
     cdef const real* p3
+    cdef real low = <real>job.low, high = <real>job.high
     if job.op == DEQUANTIZE_LINEAR:
         for i in range(n):
             y[i] = dequantize(x[i], p0[i], p1[i])
-    else:
+    elif job.op == FAKE_QUANTIZE:
         p2 = p[2]
         p3 = p[3]
         for i in range(n):
             y[i] = fake_quantize(x[i], p0[i], p1[i], p2[i], p3[i], top)
+    elif job.staged:
+        if real is float:
+            in_stages(job, n, x, y, p0, p1)
+    elif job.op == QUANTIZE_LINEAR:
+        for i in range(n):
+            y[i] = quantize(x[i], p0[i], p1[i], low, high)
+    else:
+        for i in range(n):
+            y[i] = dequantize(quantize(x[i], p0[i], p1[i], low, high), p0[i], p1[i])
+
+
+cdef void round_to(const Job* job, int code, Py_ssize_t n, const float* x, float* y) noexcept nogil:
+    """y = x rounded to an element type, as float32 again."""
+    cdef char encoded[2 * TILE]
+    if code == FLOAT32:
+        if x != y:
+            memcpy(y, x, n * sizeof(float))
+        return
+    encode(job, code, n, x, encoded)
+    if code == FLOAT16:
+        cq_load_f16(<const uint16_t*>encoded, y, n)
+    elif code == BFLOAT16:
+        cq_load_bf16(<const uint16_t*>encoded, y, n)
+    else:
+        cq_load_minifloat(<const uint8_t*>encoded, y, n, &job.mini)
+
+
+cdef void in_stages(const Job* job, Py_ssize_t n, const float* x, float* y, const float* scale,
+                    const float* zero_point) noexcept nogil:
+    """QuantizeLinear to a float type, or with a division in another type than float32: one step after the other."""
+    cdef Py_ssize_t i
+    cdef float low = <float>job.low, high = <float>job.high, v
+    round_to(job, job.division, n, x, y)
+    for i in range(n):
+        y[i] = y[i] / scale[i]
+    round_to(job, job.division, n, y, y)
+    if job.q_code == MINIFLOAT:
+        for i in range(n):
+            y[i] = y[i] + zero_point[i]
+        round_to(job, job.division, n, y, y)
+        if job.op == QUANTIZE_DEQUANTIZE:
+            round_to(job, MINIFLOAT, n, y, y)
+    else:
+        for i in range(n):
+            v = cq_rint_f32(y[i]) + zero_point[i]
+            v = v if v > low else low
+            y[i] = v if v < high else high
+    if job.op == QUANTIZE_DEQUANTIZE:
+        for i in range(n):
+            # an absent zero point is -0 here, which keeps the sign of a zero when it is added
+            y[i] = dequantize(y[i], scale[i], zero_point[i] + <float>0.0)
 
 
 # ---- parameters along a row
@@ -309,7 +451,7 @@ cdef bint prepare(Job* job, const Py_ssize_t[:, ::1] geometry, const Py_ssize_t*
         reach *= geometry[0, d]
     if reach != job.rows:
         raise ValueError("geometry does not cover the tensor")
-    job.advancing = False
+    job.advancing = job.staged
     for p in range(job.n_params):
         reach = 0
         for d in range(n):
@@ -336,25 +478,66 @@ cdef bint prepare(Job* job, const Py_ssize_t[:, ::1] geometry, const Py_ssize_t*
     return True
 
 
-cdef int launch(real top, int op, int x_code, int y_code, const unsigned char[::1] x, unsigned char[::1] y,
+cdef bint fits(int code, int own, int op, bint is_x) noexcept nogil:
+    """Whether a loop is written for this element type on this side of an operator."""
+    if op == FAKE_QUANTIZE or own == FLOAT64:
+        return code == own or own == FLOAT32 and (code == FLOAT16 or code == BFLOAT16)
+    if op == QUANTIZE_DEQUANTIZE or is_x == (op == QUANTIZE_LINEAR):
+        return code == FLOAT32 or code == FLOAT16 or code == BFLOAT16 or is_x and code == INT32
+    return UINT8 <= code <= INT16 or UINT_BITS <= code <= MINIFLOAT or is_x and code == INT32
+
+
+cdef int read_settings(Job* job, const Py_ssize_t[::1] settings, int own) except -1:
+    """Take over the numbers that chunkq.run made of a specification; refuse those no loop is written for."""
+    cdef int numbers[N_SETTINGS]
+    cdef int k
+    if settings.shape[0] != N_SETTINGS:
+        raise ValueError("settings has the wrong length")
+    for k in range(N_SETTINGS):
+        if not -2147483648 <= settings[k] <= 2147483647:
+            raise ValueError("settings holds too large a number")
+        numbers[k] = <int>settings[k]
+    job.op, job.x_code, job.q_code, job.y_code, job.division = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
+    job.low, job.high, job.over = numbers[5], numbers[6], numbers[7]
+    job.mini.width, job.mini.mantissa, job.mini.bias = numbers[8], numbers[9], numbers[10]
+    job.mini.max, job.mini.inf, job.mini.nan = numbers[11], numbers[12], numbers[13]
+    if not DEQUANTIZE_LINEAR <= job.op <= FAKE_QUANTIZE:
+        raise ValueError(f"operator code {job.op} is out of range")
+    if not fits(job.x_code, own, job.op, True):
+        raise ValueError(f"x_code {job.x_code} is not for this arithmetic")
+    if not fits(job.y_code, own, job.op, False):
+        raise ValueError(f"y_code {job.y_code} is not for this arithmetic")
+    if not (job.division == FLOAT32 or job.division == FLOAT16 or job.division == BFLOAT16):
+        raise ValueError(f"division {job.division} is not a type to divide in")
+    if UINT_BITS <= job.q_code <= INT_BITS and not 1 <= job.mini.width <= 7:
+        raise ValueError("settings has a width out of range")
+    if job.q_code == MINIFLOAT and not (4 <= job.mini.width <= 8 and 1 <= job.mini.mantissa <= job.mini.width - 2
+                                        and 0 <= job.mini.bias <= 127 - job.mini.mantissa
+                                        and 0 <= job.mini.max < 1 << job.mini.width):
+        raise ValueError("settings has a minifloat out of range")
+    for k in (job.x_code, job.y_code):
+        if UINT_BITS <= k <= MINIFLOAT and k != job.q_code:
+            raise ValueError("a narrow type is not the quantized one")
+    job.staged = (QUANTIZE_LINEAR <= job.op <= QUANTIZE_DEQUANTIZE
+                  and (job.division != FLOAT32 or job.q_code == MINIFLOAT))
+    return 0
+
+
+cdef int launch(real top, const Py_ssize_t[::1] settings, const unsigned char[::1] x, unsigned char[::1] y,
                 const Py_ssize_t[:, ::1] geometry, bint stream, int n_threads,
                 const real[::1] p0, const real[::1] p1, const real[::1] p2, const real[::1] p3) except -1:
     cdef Job job
     cdef Py_ssize_t lengths[MAX_PARAMS]
     cdef Py_ssize_t items
-    cdef int own = FLOAT32 if real is float else FLOAT64
-    if not (UINT8 <= x_code <= INT32 or x_code == own or x_code == FLOAT16 and own == FLOAT32):
-        raise ValueError(f"x_code {x_code} is not for this arithmetic")
-    if not (y_code == own or y_code == FLOAT16 and own == FLOAT32):
-        raise ValueError(f"y_code {y_code} is not for this arithmetic")
-    if not (DEQUANTIZE_LINEAR <= op <= FAKE_QUANTIZE) or n_threads < 1:
-        raise ValueError(f"operator code {op} or n_threads {n_threads} is out of range")
-    job.op, job.x_code, job.y_code, job.stream = op, x_code, y_code, stream and y_code == own
-    job.x_size, job.y_size = element_size(x_code), element_size(y_code)
+    read_settings(&job, settings, FLOAT32 if real is float else FLOAT64)
+    if n_threads < 1:
+        raise ValueError(f"n_threads {n_threads} is out of range")
+    job.stream = stream
+    job.x_size, job.y_size = element_size(job.x_code), element_size(job.y_code)
     job.total = x.shape[0] // job.x_size
     if x.shape[0] != job.total * job.x_size or y.shape[0] != job.total * job.y_size:
         raise ValueError("x and y differ in size")
-    job.n_params = 2 if op == DEQUANTIZE_LINEAR else 4
+    job.n_params = 4 if job.op == FAKE_QUANTIZE else 2
     lengths[0], lengths[1] = p0.shape[0], p1.shape[0]
     if job.n_params == 4:
         if p2 is None or p3 is None:
@@ -372,18 +555,18 @@ cdef int launch(real top, int op, int x_code, int y_code, const unsigned char[::
     return 0
 
 
-def run_float32(int op, int x_code, int y_code, const unsigned char[::1] x, unsigned char[::1] y,
-                const Py_ssize_t[:, ::1] geometry, Py_ssize_t levels, bint stream, int n_threads,
+def run_float32(const Py_ssize_t[::1] settings, Py_ssize_t levels, const unsigned char[::1] x, unsigned char[::1] y,
+                const Py_ssize_t[:, ::1] geometry, bint stream, int n_threads,
                 const float[::1] p0, const float[::1] p1, const float[::1] p2=None, const float[::1] p3=None):
     """Apply an operator that computes in float32. x and y are the bytes of contiguous, aligned, native arrays."""
-    launch(<float>(levels - 1), op, x_code, y_code, x, y, geometry, stream, n_threads, p0, p1, p2, p3)
+    launch(<float>(levels - 1), settings, x, y, geometry, stream, n_threads, p0, p1, p2, p3)
 
 
-def run_float64(int op, int x_code, int y_code, const unsigned char[::1] x, unsigned char[::1] y,
-                const Py_ssize_t[:, ::1] geometry, Py_ssize_t levels, bint stream, int n_threads,
+def run_float64(const Py_ssize_t[::1] settings, Py_ssize_t levels, const unsigned char[::1] x, unsigned char[::1] y,
+                const Py_ssize_t[:, ::1] geometry, bint stream, int n_threads,
                 const double[::1] p0, const double[::1] p1, const double[::1] p2=None, const double[::1] p3=None):
     """The same for an operator that computes in float64."""
-    launch(<double>(levels - 1), op, x_code, y_code, x, y, geometry, stream, n_threads, p0, p1, p2, p3)
+    launch(<double>(levels - 1), settings, x, y, geometry, stream, n_threads, p0, p1, p2, p3)
 
 
 def pause_threads() -> bool:

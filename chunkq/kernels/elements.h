@@ -94,6 +94,68 @@ static void cq_store_f16(const float *t, uint16_t *y, ptrdiff_t n) {
     for (; i < n; i++) y[i] = cq_f32_to_f16(t[i]);
 }
 
+/* One float32 to bfloat16, to nearest, ties to even; every NaN becomes 0x7fc0. */
+static inline uint16_t cq_f32_to_bf16(float v) {
+    uint32_t u = cq_bits(v);
+    uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    return (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
+static void cq_load_bf16(const uint16_t *x, float *t, ptrdiff_t n) {
+    for (ptrdiff_t i = 0; i < n; i++) {
+        uint32_t u = (uint32_t)x[i] << 16;
+        t[i] = cq_float((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : u);
+    }
+}
+
+static void cq_store_bf16(const float *t, uint16_t *y, ptrdiff_t n) {
+    for (ptrdiff_t i = 0; i < n; i++) y[i] = cq_f32_to_bf16(t[i]);
+}
+
+/* A float of 8 bits or fewer, one in a byte: sign, exponent, mantissa from the top, bits above the width ignored.
+   Codes without sign up to `max` are finite, `inf` is infinity (-1: there is none), every other one above is NaN. A type
+   whose `nan` is the code of -0 has neither -0 nor infinities. chunkq.dtypes has the numbers of each type. */
+typedef struct {
+    int32_t width, mantissa, bias, max, inf, nan;
+} cq_minifloat;
+
+static void cq_load_minifloat(const uint8_t *x, float *t, ptrdiff_t n, const cq_minifloat *f) {
+    const int32_t sign = 1 << (f->width - 1), below = sign - 1, first_normal = 1 << f->mantissa;
+    const int32_t to_sign = 32 - f->width, to_exponent = 23 - f->mantissa, rebias = (127 - f->bias) << 23;
+    const int32_t max = f->max, inf = f->inf, no_minus_zero = f->nan == sign ? sign : -1;
+    const float least = cq_float((uint32_t)(128 - f->bias - f->mantissa) << 23); /* the smallest denormal */
+    for (ptrdiff_t i = 0; i < n; i++) {
+        int32_t all = x[i] & (sign | below), code = all & below;
+        uint32_t small = cq_bits((float)code * least);
+        uint32_t u = code < first_normal ? small : (uint32_t)((code << to_exponent) + rebias);
+        u = code == inf ? 0x7f800000u : u;
+        u |= (uint32_t)(all & sign) << to_sign;
+        int nan = ((code > max) & (code != inf)) | (all == no_minus_zero);
+        t[i] = cq_float(nan ? 0x7fc00000u : u);
+    }
+}
+
+/* To nearest, ties to even; what rounds to more than the largest finite value becomes the code `over`, with its sign. */
+static void cq_store_minifloat(const float *t, uint8_t *y, ptrdiff_t n, const cq_minifloat *f, int32_t over) {
+    const int32_t sign = 1 << (f->width - 1), to_sign = 32 - f->width, drop = 23 - f->mantissa;
+    const int32_t rebias = (127 - f->bias) << f->mantissa;
+    const uint32_t half = (1u << (drop - 1)) - 1;
+    const int32_t first_normal = (128 - f->bias) << 23, max = f->max, nan = f->nan, no_minus_zero = nan == sign;
+    /* the sum with a denormal's magnitude has that denormal, rounded by the hardware, in its low bits */
+    const float magic = cq_float((uint32_t)(151 - f->bias - f->mantissa) << 23);
+    const int32_t magic_bits = (int32_t)cq_bits(magic);
+    for (ptrdiff_t i = 0; i < n; i++) {
+        int32_t u = (int32_t)cq_bits(t[i]), a = u & 0x7fffffff;
+        int32_t small = (int32_t)cq_bits(cq_float((uint32_t)a) + magic) - magic_bits;
+        int32_t normal = (int32_t)(((uint32_t)a + half + ((a >> drop) & 1)) >> drop) - rebias;
+        int32_t code = a < first_normal ? small : normal;
+        code = code > max ? over : code;
+        int32_t signed_code = code | (int32_t)(((uint32_t)u >> to_sign) & (uint32_t)sign);
+        code = no_minus_zero & (code == 0) ? 0 : signed_code;
+        y[i] = (uint8_t)(a > 0x7f800000 ? nan : code);
+    }
+}
+
 /* Copy past the caches: for outputs that would only push other data out of them. cq_fence() must follow
    before another thread may read. */
 static void cq_stream(void *dst, const void *src, ptrdiff_t n) {
