@@ -1,11 +1,11 @@
 """Exact linear-quantization operators for tensors of any size.
 
-`dequantize_linear`, `quantize_linear` (ONNX) and `fake_quantize` (OpenVINO FakeQuantize-1) take NumPy, Dask and zarr arrays
-and give the same bits for all three; `quantize_dequantize` does two in one pass; `plan` runs an operator from one zarr array
-to another within a memory limit; `pack` and `unpack` know ONNX's packed bytes.
+`dequantize_linear`, `quantize_linear` (ONNX) and `fake_quantize` (OpenVINO FakeQuantize-1) take NumPy, Dask and zarr
+arrays and give the same bits for all three; `quantize_dequantize` does two in one pass; `plan` runs an operator from one
+zarr array to another within a memory limit; `pack` and `unpack` know ONNX's packed bytes.
 
-The map of the package: errors <- dtypes, memory <- spec, grid, kernels <- threads <- run <- operands <- store <- graph, execute,
-ops <- linear <- metadata <- workers <- job <- demo <- cli; CONTRIBUTING.md says which rule lives where.
+The map of the package: errors <- dtypes, memory <- spec, grid, packing, kernels <- threads, store <- run <- operands <-
+graph, execute, ops <- linear <- metadata <- workers <- job <- demo <- cli; CONTRIBUTING.md says which rule lives where.
 dask and zarr are imported when they are first used.
 """
 

@@ -118,10 +118,7 @@ _NAMES |= {row.dtype.newbyteorder("S"): row.name for row in ELEMENT_TYPES.values
 _SPELLINGS = {row.onnx: row.name for row in ELEMENT_TYPES.values()} | {name: name for name in ELEMENT_TYPES}
 
 #: What the ONNX operators take as quantized values, what they divide by and multiply with, and give back as floats.
-QUANTIZED = tuple(
-    "uint8 int8 uint16 int16 uint4 int4 uint2 int2 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
-    "float6_e2m3fn float6_e3m2fn float4_e2m1fn".split()
-)
+QUANTIZED = tuple(row.name for row in ELEMENT_TYPES.values() if row.mini or (row.limits and row.name != "int32"))
 ZERO_ONLY = tuple(name for name in QUANTIZED if name.startswith(("float8", "float4")))  # as zero points
 DEQUANTIZE_LINEAR_X = (*QUANTIZED, "int32")
 QUANTIZE_LINEAR_X = ("float32", "float16", "bfloat16", "int32")
@@ -186,7 +183,7 @@ def declared_dtype(argument: str, held: np.dtype[Any], name: str) -> np.dtype[An
     if held.kind not in "iu" or held.itemsize != row.dtype.itemsize or row.dtype.kind in "iu":
         raise SpecError(
             "dtype",
-            f"{argument} is {_NAMES.get(held) or held} and was declared {name}; expected {name}, or its codes as {row.holder}",
+            f"{argument} is {_NAMES.get(held) or held}, not {name} as declared, nor its codes as {row.holder}",
         )
     return row.dtype
 
@@ -224,7 +221,7 @@ def from_holder(argument: str, held: np.ndarray[Any, Any], name: str) -> np.ndar
 
 
 def to_holder(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The plain integers that zarr stores for an array of a narrow type: float codes as they are, int4 and int2 as numbers."""
+    """What zarr stores for an array: itself, or plain integers; float codes as they are, int4 and int2 as numbers."""
     row = ELEMENT_TYPES[_NAMES[values.dtype]]
     if row.holder == row.dtype:
         return values
@@ -237,6 +234,8 @@ def to_float32(values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.floa
     """An array of any element type as float32, exactly (float64 and large int32 rounded)."""
     if values.dtype.kind == "V" and values.dtype.itemsize == 1:
         # ml_dtypes takes 5 to 10 ns an element, this 1 to 4
+        codes: np.ndarray[Any, np.dtype[np.float32]]
         codes = np.arange(256, dtype=np.uint8).view(values.dtype).astype(np.float32)
         return codes.take(np.ascontiguousarray(values).view(np.uint8))
-    return values.astype(np.float32, copy=False)
+    plain: np.ndarray[Any, np.dtype[np.float32]] = values.astype(np.float32, copy=False)
+    return plain

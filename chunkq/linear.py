@@ -99,7 +99,7 @@ class DequantizeLinear(_Linear):
     -----
     x is uint8, int8, uint16, int16, int32, uint4, int4, uint2, int2, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2,
     float8_e5m2fnuz, float6_e2m3fn, float6_e3m2fn or float4_e2m1fn, one value in a byte where it is narrower (`unpack`
-    undoes ONNX's packing). Every NaN result is the canonical one. Source: ONNX operator DequantizeLinear, opsets 10 to 28.
+    undoes ONNX's packing). Source: ONNX operator DequantizeLinear, opsets 10 to 28.
 
     Examples
     --------

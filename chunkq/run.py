@@ -34,14 +34,8 @@ _Axes = list[tuple[int, list[Any]]]
 _RUNNERS = {"float32": kernels.run_float32, "float64": kernels.run_float64}
 
 
-def _constant(value: float) -> Array:
-    array = np.full(1, value, np.float32)
-    array.flags.writeable = False
-    return array
-
-
-# An absent zero point: what leaves every value as it is, signed zeros too, when it is subtracted, or added to a float.
-_NOTHING_TO_SUBTRACT, _NOTHING_TO_ADD = _constant(0.0), _constant(-0.0)
+_NO_ZERO_POINT = np.zeros(1, np.float32)
+_NO_ZERO_POINT.flags.writeable = False
 
 # (mantissa, bias, largest code, infinity, NaN) where there is no minifloat
 _NO_MINIFLOAT = (0, 0, 0, 0, 0)
@@ -133,12 +127,12 @@ def check_values(spec: QuantSpec, index: int, value: Array) -> None:
 
 
 def _scale(spec: QuantSpec, value: Array) -> Array:
-    """The scale in float32; where a division is done in a narrower type, rounded to that first."""
+    """The scale in float32."""
     value = to_float32(value)
-    if spec.division == "float32":
-        return value
-    with np.errstate(over="ignore"):
-        return value.astype(ELEMENT_TYPES[spec.division].dtype).astype(np.float32)
+    if ELEMENT_TYPES[spec.q_dtype].mini is not None:
+        # NaN times NaN keeps the payload of whichever operand the compiler puts first: let both have the same
+        value = np.where(np.isnan(value), np.float32(np.nan), value)
+    return value
 
 
 def prepare_params(spec: QuantSpec, params: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -149,11 +143,10 @@ def prepare_params(spec: QuantSpec, params: tuple[Array, ...]) -> tuple[Array, .
         dtype = ELEMENT_TYPES[spec.compute_dtype].dtype
         return tuple(np.ascontiguousarray(value, dtype).reshape(-1) for value in params)
     scale = np.ascontiguousarray(_scale(spec, params[0])).reshape(-1)
-    adds_float = spec.op != "DequantizeLinear" and ELEMENT_TYPES[spec.q_dtype].mini is not None
     if len(params) < 2:
-        return scale, _NOTHING_TO_ADD if adds_float else _NOTHING_TO_SUBTRACT
-    if adds_float and spec.q_dtype.startswith("float8"):
-        return scale, np.full(params[1].size, -0.0, np.float32)
+        return scale, _NO_ZERO_POINT
+    if spec.q_dtype in ZERO_ONLY:
+        return scale, np.zeros(params[1].size, np.float32)  # -0 among them
     return scale, np.ascontiguousarray(to_float32(params[1])).reshape(-1)
 
 
@@ -176,6 +169,7 @@ def kernel_settings(spec: QuantSpec) -> Array:
         over,
         quantized.bits,
         *(mini or _NO_MINIFLOAT),
+        len(spec.params) > 1 and not spec.q_dtype.startswith("float8"),
     )
     return np.array(row, np.intp)
 

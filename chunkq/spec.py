@@ -243,13 +243,16 @@ def _linear_params(
     params = [ParamSpec("scale", scale_dtype, axes, steps)]
     if zero_point is not None:
         zero_shape, zero_dtype = zero_point
-        if zero_shape != scale_shape:
+        # ONNX's own test cases pass a scalar scale with a zero point of shape (1,)
+        one_each = not any(steps) and zero_shape in ((), (1,))
+        if zero_shape != scale_shape and not one_each:
             raise SpecError(
                 "zero_point_shape",
                 f"zero_point has shape {zero_shape}; expected that of scale, {scale_shape}",
             )
         if zero_dtype != q_dtype[0]:
             raise SpecError("dtype", f"zero_point is {zero_dtype}; expected {q_dtype[0]}, {q_dtype[1]}")
+        axes = (-1,) * len(zero_shape) if one_each else axes
         params.append(ParamSpec("zero_point", zero_dtype, axes, steps))
     return tuple(params), quantization_axis
 

@@ -54,7 +54,12 @@ REQUESTS = {
     "object scale": (dq(X, np.array([1.0] * 4, object)), "dtype", "scale is object"),
     "zero point of another type": (dq(X, [1.0] * 4, np.zeros(4, np.uint8)), "dtype", "zero_point is uint8"),
     "zero point of another shape": (dq(X, [1.0] * 4, np.int8(0)), "zero_point_shape", "zero_point has shape ()"),
-    "zero point of a scalar": (dq(X, 1.0, [3]), "zero_point_shape", "zero_point has shape (1,)"),
+    "zero point of a scalar": (dq(X, 1.0, [3, 4]), "zero_point_shape", "zero_point has shape (2,)"),
+    "zero point of one block": (
+        dq(X[0], [1.0], 3, axis=0, block_size=4),
+        "zero_point_shape",
+        "zero_point has shape ()",
+    ),
     "zero point out of range": (dq(X, 1.0, 128), "value", "zero_point=128 is outside int8"),
     "fractional zero point": (dq(X, 1.0, 0.5), "value", "zero_point=0.5: expected integers"),
     "int32 zero point": (dq(X.astype(np.int32), 1.0, 3), "int32_zero_point", "zero_point holds 3"),

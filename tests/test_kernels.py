@@ -43,7 +43,7 @@ def test_element_codes_are_those_of_the_table():
 
 
 def settings(op=0, x_code=0, q_code=0, y_code=6, division=6, low=0, high=255, over=0, mini=(8, 3, 7, 126, -1, 127)):
-    return np.array([op, x_code, q_code, y_code, division, low, high, over, *mini], np.intp)
+    return np.array([op, x_code, q_code, y_code, division, low, high, over, *mini, 1], np.intp)
 
 
 def launch(isa_module, table, params=(3, 3), x=24, y=24):

@@ -2,11 +2,12 @@
 
 A tensor arrives as bytes with its axes collapsed by chunkq.run into rows. Along a row each parameter is constant,
 advances by one element, or changes every `step` elements. A row is computed tile by tile: load to the arithmetic type,
-formula, store. Which element types exist is the business of decode() and encode() alone, which formula that of constant()
-and advancing().
+formula, store. Which element types exist is the business of decode() and encode() alone, which formula that of
+constant() and advancing().
 
-settings are numbers of chunkq.run.kernel_settings: operator, element types of x, of the quantized values and of y, the
-type to divide in, the quantized type's lowest and highest value and the code of what is above it, its minifloat numbers.
+settings are the numbers of chunkq.run.kernel_settings: operator, element types of x, of the quantized values and of y,
+the type to divide in, the quantized type's lowest and highest value, the code of what is above it, its minifloat,
+whether a zero point was given.
 
 geometry is a table of integers, one column per collapsed axis, the row last:
     row 0         the axis's size
@@ -63,7 +64,7 @@ cdef enum:
     SHORT_RUN = 32       # parameter runs below this are expanded into a tile
     ITEM = 16384         # elements one thread takes at a time
     MAX_PARAMS = 4
-    N_SETTINGS = 14
+    N_SETTINGS = 15
 
 ELEMENT_CODES = {"uint8": UINT8, "int8": INT8, "uint16": UINT16, "int16": INT16, "int32": INT32,
                  "float16": FLOAT16, "float32": FLOAT32, "float64": FLOAT64, "bfloat16": BFLOAT16,
@@ -84,7 +85,8 @@ cdef struct Job:
     int op, x_code, q_code, y_code, n_params, n_axes
     int division                             # the type QuantizeLinear divides in
     int32_t low, high, over                  # the quantized type's range; the code of what is above it
-    cq_minifloat mini                        # the quantized type, where it is a minifloat; its width for other narrow ones
+    cq_minifloat mini                        # the quantized type; of other narrow types than minifloats the width only
+    bint shifted                             # whether there is a zero point, where zeros have signs
     bint staged, advancing, stream
     Py_ssize_t x_size, y_size
     Py_ssize_t total, row, rows              # elements, elements per row, rows (the last may be short)
@@ -197,12 +199,11 @@ cdef void store(const Job* job, Py_ssize_t at, Py_ssize_t n, const real* tile) n
 
 cdef inline real dequantize(real x, real scale, real zero_point) noexcept nogil:
     # ONNX DequantizeLinear-13: the difference of narrow types is exact in float32, then one multiplication.
-    cdef real y = (x - zero_point) * scale
-    return y if y == y else <real>NAN
+    return (x - zero_point) * scale
 
 
 cdef inline real quantize(real x, real scale, real zero_point, real low, real high) noexcept nogil:
-    # ONNX QuantizeLinear-13: divided, rounded, only then shifted; saturated before it becomes an integer. NaN gives low.
+    # ONNX QuantizeLinear-13: divided, rounded, only then shifted; saturated before it becomes an integer; NaN gives low
     cdef real y
     if real is float:
         y = cq_rint_f32(x / scale) + zero_point
@@ -296,14 +297,17 @@ cdef void in_stages(const Job* job, Py_ssize_t n, const float* x, float* y, cons
     """QuantizeLinear to a float type, or with a division in another type than float32: one step after the other."""
     cdef Py_ssize_t i
     cdef float low = <float>job.low, high = <float>job.high, v
+    cdef float divisor[TILE]
     round_to(job, job.division, n, x, y)
+    round_to(job, job.division, n, scale, divisor)
     for i in range(n):
-        y[i] = y[i] / scale[i]
+        y[i] = y[i] / divisor[i]
     round_to(job, job.division, n, y, y)
     if job.q_code == MINIFLOAT:
-        for i in range(n):
-            y[i] = y[i] + zero_point[i]
-        round_to(job, job.division, n, y, y)
+        if job.shifted:
+            for i in range(n):
+                y[i] = y[i] + zero_point[i]
+            round_to(job, job.division, n, y, y)
         if job.op == QUANTIZE_DEQUANTIZE:
             round_to(job, MINIFLOAT, n, y, y)
     else:
@@ -313,8 +317,7 @@ cdef void in_stages(const Job* job, Py_ssize_t n, const float* x, float* y, cons
             y[i] = v if v < high else high
     if job.op == QUANTIZE_DEQUANTIZE:
         for i in range(n):
-            # an absent zero point is -0 here, which keeps the sign of a zero when it is added
-            y[i] = dequantize(y[i], scale[i], zero_point[i] + <float>0.0)
+            y[i] = dequantize(y[i], scale[i], zero_point[i])
 
 
 # ---- parameters along a row
@@ -497,10 +500,11 @@ cdef int read_settings(Job* job, const Py_ssize_t[::1] settings, int own) except
         if not -2147483648 <= settings[k] <= 2147483647:
             raise ValueError("settings holds too large a number")
         numbers[k] = <int>settings[k]
-    job.op, job.x_code, job.q_code, job.y_code, job.division = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
+    job.op, job.x_code, job.q_code, job.y_code = numbers[0], numbers[1], numbers[2], numbers[3]
+    job.division = numbers[4]
     job.low, job.high, job.over = numbers[5], numbers[6], numbers[7]
     job.mini.width, job.mini.mantissa, job.mini.bias = numbers[8], numbers[9], numbers[10]
-    job.mini.max, job.mini.inf, job.mini.nan = numbers[11], numbers[12], numbers[13]
+    job.mini.max, job.mini.inf, job.mini.nan, job.shifted = numbers[11], numbers[12], numbers[13], numbers[14]
     if not DEQUANTIZE_LINEAR <= job.op <= FAKE_QUANTIZE:
         raise ValueError(f"operator code {job.op} is out of range")
     if not fits(job.x_code, own, job.op, True):
