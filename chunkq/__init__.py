@@ -20,7 +20,9 @@ from chunkq.linear import (
     quantize_dequantize,
     quantize_linear,
 )
+from chunkq.metadata import from_json, open_quantized
 from chunkq.ops import FakeQuantize, fake_quantize
+from chunkq.packing import pack, unpack
 
 __version__ = "0.1.0"
 
@@ -34,9 +36,13 @@ __all__ = [
     "SpecError",
     "dequantize_linear",
     "fake_quantize",
+    "from_json",
+    "open_quantized",
+    "pack",
     "plan",
     "quantize_dequantize",
     "quantize_linear",
+    "unpack",
 ]
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from chunkq.errors import SpecError
 from chunkq.job import Plan, plan
 from chunkq.linear import DequantizeLinear
 from chunkq.memory import format_size, parse_size
-from chunkq.store import create_source, open_source
+from chunkq.store import open_source
+from chunkq.target import create_source
 
 COLUMNS = 4096
 CHUNK = (1024, 4096)  # 4 MiB of int8

@@ -112,6 +112,9 @@ ELEMENT_TYPES = {
     )
 }
 
+#: Attribute of a zarr array whose element type zarr does not have: its name; the array holds integers of that width.
+DTYPE_ATTRIBUTE = "chunkq.dtype"
+
 # by dtype, in both byte orders where NumPy has them
 _NAMES = {row.dtype: row.name for row in ELEMENT_TYPES.values()}
 _NAMES |= {row.dtype.newbyteorder("S"): row.name for row in ELEMENT_TYPES.values() if row.dtype.kind != "V"}
@@ -228,6 +231,16 @@ def to_holder(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if row.limits is not None:
         return values.astype(row.holder)
     return values.view(row.holder)
+
+
+def fill_value(name: str) -> float | int:
+    """What an unwritten element reads as, in the plain type zarr has: NaN, or an integer's lowest value."""
+    row = ELEMENT_TYPES[name]
+    if row.mini is not None:
+        return row.mini.nan
+    if row.limits is not None:
+        return row.limits[0]
+    return 0x7FC0 if name == "bfloat16" else float("nan")
 
 
 def to_float32(values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:

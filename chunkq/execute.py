@@ -31,7 +31,8 @@ from chunkq.errors import ChunkqError, RunError
 from chunkq.memory import keep_memory_flat, peak_of_tree, reset_peak
 from chunkq.run import run_chunk
 from chunkq.spec import QuantSpec, Region, Shape
-from chunkq.store import Handle, writable
+from chunkq.store import Handle
+from chunkq.target import writable
 
 #: Units handed to a local scheduler at once; bounds the graph, not the run.
 WINDOW = 4096

@@ -6,7 +6,6 @@ task writes each object. Planning is arithmetic and reading of metadata; nothing
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from functools import partial
@@ -20,22 +19,20 @@ from chunkq.dtypes import ELEMENT_TYPES
 from chunkq.errors import RunError, SpecError
 from chunkq.execute import Job, Progress, Report, cut_params, execute
 from chunkq.memory import MIB, available, format_size, parse_size
+from chunkq.metadata import WRITTEN_OUT, describe
 from chunkq.operands import kind
 from chunkq.ops import Operator
 from chunkq.spec import FORMULAS, QuantSpec, Shape, as_integer
-from chunkq.store import (
-    Handle,
-    ZarrArray,
+from chunkq.store import Handle, ZarrArray, local_path, location, missing_objects, object_shape, open_source
+from chunkq.target import (
     check_target,
+    create_quantized,
     create_target,
     dimension_names,
-    local_path,
     mark_complete,
-    missing_objects,
-    object_shape,
-    open_source,
+    operator_attributes,
     resolve_compressors,
-    target_attributes,
+    source_attributes,
 )
 from chunkq.workers import SCHEDULERS, Memory, choose_workers, cluster_memory, params_bytes, task_bytes
 
@@ -217,32 +214,18 @@ def _source_reads(shape: Shape, objects: Shape, units: Shape) -> float:
     return reads
 
 
-def _operator_record(spec: QuantSpec, op: Operator, params: tuple[Any, ...]) -> dict[str, Any]:
-    """What the target's attributes say of the operator; small parameters in full, others by shape and digest."""
-    record: dict[str, Any] = {
-        "name": spec.op,
-        "formula": FORMULAS[spec.op],
-        "x_dtype": spec.x_dtype,
-        "axis": spec.axis,
-        "granularity": spec.granularity,
-    }
-    if spec.op == "FakeQuantize":
-        record["levels"] = spec.levels
-    for param, value in zip(spec.params, params, strict=True):
-        entry: dict[str, Any] = {"dtype": param.dtype, "shape": list(value.shape), "steps": list(param.steps)}
-        if not isinstance(value, np.ndarray):
-            entry["zarr"] = _name_of(value)
-        elif value.size <= 16:
-            entry["values"] = [repr(v) for v in value.reshape(-1).tolist()]
-        else:
-            plain = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
-            entry["sha256"] = hashlib.sha256(plain.tobytes()).hexdigest()
-        record[param.name] = entry
-    return record
+def _operator_record(spec: QuantSpec, op: Operator) -> dict[str, Any]:
+    """What a target's attributes say of the operator: its JSON, and what it came to on this tensor."""
+    came_to = {"formula": FORMULAS[spec.op], "x_dtype": spec.x_dtype, "granularity": spec.granularity}
+    return describe(op, WRITTEN_OUT) | came_to
 
 
-def _name_of(array: ZarrArray) -> str:
-    return local_path(array) or str(array.store_path)
+def _create_in_group(place: Any, spec: QuantSpec, op: Operator, params: tuple[Any, ...], layout: dict[str, Any]) -> Any:
+    """What makes the group of a quantized tensor; its operator names the parameters inside it."""
+    pairs = zip(spec.params, params, strict=True)
+    stored = {p.name: {"dtype": p.dtype, "shape": list(v.shape), "zarr": p.name} for p, v in pairs}
+    record = _operator_record(spec, op) | {"inputs": stored}
+    return partial(create_quantized, place, spec.params, params, operator_attributes(record), **layout)
 
 
 def _notes(spec: QuantSpec, source: ZarrArray) -> tuple[str, ...]:
@@ -370,20 +353,23 @@ def plan(
     else:
         name = "cluster"
         memory, limit = cluster_memory(scheduler, task, held, limit)
-    create = partial(
-        create_target,
-        place,
-        shape=spec.shape,
-        dtype=spec.y_dtype,
-        chunks=chunks,
-        shards=shards,
-        compressors=codecs,
-        attributes=target_attributes(array, _operator_record(spec, op, params), spec.op == "DequantizeLinear"),
-        dimension_names=dimension_names(array),
-    )
+    layout: dict[str, Any] = {
+        "shape": spec.shape,
+        "element": spec.y_dtype,
+        "chunks": chunks,
+        "shards": shards,
+        "compressors": codecs,
+        "attributes": source_attributes(array, spec.op == "DequantizeLinear"),
+        "dimension_names": dimension_names(array),
+    }
+    if spec.op == "QuantizeLinear":
+        create = _create_in_group(place, spec, op, params, layout)
+    else:
+        layout["attributes"] |= operator_attributes(_operator_record(spec, op))
+        create = partial(create_target, place, **layout)
     return Plan(
         spec=spec,
-        source=_name_of(array),
+        source=location(array),
         target=str(place),
         source_chunks=tuple(int(n) for n in array.chunks),
         source_shards=tuple(int(n) for n in array.shards) if array.shards else None,
@@ -423,13 +409,13 @@ def _carry_out(
     if missing == "error":
         for argument, array in [("source", source), *_zarr_params(spec, params)]:
             _refuse_missing(argument, array)
-    target = create()
+    target, marked = create()
     job = Job(spec, Handle(source, spec.x_dtype), cut_params(spec, params), Handle(target, spec.y_dtype), unit)
     result = execute(job, units, name, workers, scheduler, progress)
     count, keys = missing_objects(target)
     if count:
         raise RunError(f"{count} objects of the target were not written, among them {', '.join(keys)}")
-    mark_complete(target)
+    mark_complete(marked)
     return result
 
 
@@ -442,7 +428,7 @@ def _refuse_missing(argument: str, array: ZarrArray) -> None:
     count, keys = missing_objects(array)
     if count:
         raise RunError(
-            f"{argument} {_name_of(array)} lacks {count} stored objects, among them {', '.join(keys)}. zarr reads them as "
+            f"{argument} {location(array)} lacks {count} stored objects, among them {', '.join(keys)}. zarr reads them as "
             f"{array.fill_value!r}; it leaves out chunks that hold nothing else, so they may be meant: then pass "
             "missing='fill' (--missing fill)"
         )

@@ -11,13 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from chunkq.dtypes import ELEMENT_TYPES, declared_dtype, element_name, element_type, from_holder
+from chunkq.dtypes import DTYPE_ATTRIBUTE, ELEMENT_TYPES, declared_dtype, element_name, element_type, from_holder
 from chunkq.errors import SpecError
 from chunkq.run import Array, refuse_masked
 from chunkq.spec import Shape
-
-#: Attribute of a zarr array whose element type zarr does not have: its name; the array holds integers of that width.
-DTYPE_ATTRIBUTE = "chunkq.dtype"
 
 _NUMBERS = (bool, int, float)
 

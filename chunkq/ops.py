@@ -5,6 +5,7 @@ Imports spec, run and operands; graph (dask) is imported when a Dask or zarr arr
 
 from __future__ import annotations
 
+import json
 from typing import Any, ClassVar
 
 import numpy as np
@@ -56,6 +57,27 @@ class Operator:
     def x_types(self) -> tuple[str, ...]:
         """Name the element types this operator takes."""
         raise AssertionError("each operator has its own")
+
+    def to_json(self) -> str:
+        """Give the operator as one JSON document, from which `from_json` makes it again.
+
+        Numbers and lists stay what they are, NumPy parameters are written out to the last bit (every NaN alike), zarr
+        arrays are named by their place.
+
+        Raises
+        ------
+        SpecError
+            Reason ``argument``: a parameter is a Dask array.
+
+        Examples
+        --------
+        >>> import chunkq
+        >>> chunkq.FakeQuantize(0, 1, 0, 1, levels=4).to_json()  # doctest: +ELLIPSIS
+        '{"operator": "FakeQuantize", "attributes": {"levels": 4, ...}, "inputs": {"input_low": 0, ...}}'
+        """
+        from chunkq.metadata import describe
+
+        return json.dumps(describe(self))
 
     def bind_array(self, x: Any) -> tuple[QuantSpec, tuple[Any, ...]]:
         """Validate the operator for a NumPy, Dask or zarr array."""

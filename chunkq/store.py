@@ -1,23 +1,20 @@
-"""The only module that touches zarr: open, layout, which objects exist, create and replace.
+"""zarr arrays and groups that are there: open, layout, which objects exist. Nothing here writes (target.py does).
 
-Imports errors and spec's type names. Nothing here computes, and only the `create_` functions and `mark_complete` write.
+Imports errors, dtypes, grid and spec's type names.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import uuid
 from collections.abc import Iterator
 from math import prod
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import zarr
-from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 from zarr.core.sync import sync
 from zarr.storage import LocalStore
 
@@ -26,28 +23,9 @@ from chunkq.errors import SpecError
 from chunkq.grid import counts, unravel
 from chunkq.spec import Region, Shape
 
-#: Attributes by which xarray and others scale or mask on reading. On a dequantized target they would apply a second time.
-PACKING_ATTRIBUTES = (
-    "scale_factor",
-    "add_offset",
-    "_FillValue",
-    "missing_value",
-    "valid_min",
-    "valid_max",
-    "valid_range",
-    "_Unsigned",
-)
-
-#: What `compressors` may be by name. Each ends in crc32c: without it most bit flips pass unseen.
-COMPRESSORS: dict[str, tuple[Any, ...]] = {
-    "auto": (ZstdCodec(), Crc32cCodec()),
-    "none": (Crc32cCodec(),),
-    "zstd": (ZstdCodec(), Crc32cCodec()),
-    "blosc": (BloscCodec(), Crc32cCodec()),
-    "gzip": (GzipCodec(), Crc32cCodec()),
-}
-
-_METADATA_FILES = ("zarr.json", ".zarray", ".zattrs", ".zmetadata", ".zgroup")
+#: Attributes of what chunkq writes: the operator it was made with, and whether every object was written.
+OPERATOR = "chunkq.operator"
+COMPLETE = "chunkq.complete"
 
 ZarrArray = zarr.Array[Any]
 
@@ -79,7 +57,7 @@ def object_shape(array: ZarrArray) -> Shape:
     return tuple(int(n) for n in (array.shards or array.chunks))
 
 
-def _plain_path(location: Any) -> Any:
+def plain_path(location: Any) -> Any:
     """A local path as a path: zarr makes a store of a ``file://`` URL whose writes are not atomic."""
     if isinstance(location, os.PathLike):
         return os.fspath(location)
@@ -88,7 +66,7 @@ def _plain_path(location: Any) -> Any:
     return location
 
 
-def _is_local(location: Any) -> bool:
+def is_local(location: Any) -> bool:
     return isinstance(location, str) and "://" not in location
 
 
@@ -110,14 +88,11 @@ def open_source(source: Any, argument: str = "source") -> ZarrArray:
     if isinstance(source, zarr.Array):
         array = source
     else:
-        location = _plain_path(source)
-        if isinstance(location, str) and not location:
-            raise SpecError("source", f"{argument} is empty; expected the path of a zarr array")
-        try:
-            array = zarr.open_array(location, mode="r")
-        except Exception as error:  # zarr has an error class for each way to fail, and damaged metadata adds more
-            what = "there is no such file or folder" if _absent(location) else _first_line(error)
-            raise SpecError("source", f"{argument} {location!r} is not a readable zarr array: {what}") from error
+        array = _open_node(zarr.open_array, source, argument)
+    if array.attrs.get(COMPLETE) is False:
+        raise SpecError(
+            "source", f"{argument} is an unfinished target of chunkq ({COMPLETE} is false); run its job again"
+        )
     try:
         sizes = (*object_shape(array), *array.shape)
     except NotImplementedError as error:
@@ -127,11 +102,37 @@ def open_source(source: Any, argument: str = "source") -> ZarrArray:
     return array
 
 
+def _open_node(opener: Any, source: Any, argument: str) -> Any:
+    place = plain_path(source)
+    if isinstance(place, str) and not place:
+        raise SpecError("source", f"{argument} is empty; expected the path of a zarr array")
+    try:
+        return opener(place, mode="r")
+    except Exception as error:  # zarr has an error class for each way to fail, and damaged metadata adds more
+        what = "there is no such file or folder" if _absent(place) else first_line(error)
+        raise SpecError("source", f"{argument} {place!r} is not a readable zarr array: {what}") from error
+
+
+def open_quantized_group(source: Any) -> zarr.Group | None:
+    """The group that a quantizing run wrote, None where `source` is something else."""
+    node = source if isinstance(source, (zarr.Array, zarr.Group)) else _open_node(zarr.open, source, "source")
+    if not isinstance(node, zarr.Group) or OPERATOR not in node.attrs:
+        return None
+    if node.attrs.get(COMPLETE) is not True:
+        raise SpecError("source", f"source {source!r} is unfinished ({COMPLETE} is not true); run its job again")
+    return node
+
+
+def location(array: ZarrArray) -> str:
+    """Where an array is, as `open_source` takes it."""
+    return local_path(array) or str(array.store_path)
+
+
 def _absent(location: Any) -> bool:
-    return _is_local(location) and not os.path.exists(location)
+    return is_local(location) and not os.path.exists(location)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -199,188 +200,3 @@ def missing_objects(array: ZarrArray, name_at_most: int = 5) -> tuple[int, list[
             keys.append(array.metadata.encode_chunk_key(unravel(grid, index)))
         index += 1
     return missing, keys
-
-
-# ---- the target
-
-
-def resolve_compressors(compressors: Any) -> tuple[Any, ...]:
-    """The bytes-to-bytes codecs of a target: by name, or zarr's own objects as they are."""
-    if isinstance(compressors, str):
-        if compressors not in COMPRESSORS:
-            raise SpecError(
-                "compressors",
-                f"compressors={compressors!r}: expected one of {', '.join(COMPRESSORS)}, or zarr codecs",
-            )
-        return COMPRESSORS[compressors]
-    return tuple(compressors) if isinstance(compressors, (list, tuple)) else (compressors,)
-
-
-def check_target(target: Any, source: ZarrArray, overwrite: bool) -> Any:
-    """Refuse a target that cannot or must not be written; return it as zarr takes it. Writes nothing.
-
-    Raises
-    ------
-    SpecError
-        Reasons ``target``, ``target_exists``, ``same_array``.
-    """
-    target = _plain_path(target)
-    if isinstance(target, zarr.Array):
-        raise SpecError("target", "target is an open zarr array; pass its path or store")
-    if isinstance(target, zarr.storage.ZipStore) or (isinstance(target, str) and target.endswith(".zip")):
-        raise SpecError("target", "target is a zip store, which cannot be written in parallel; pass a folder")
-    if not _is_local(target):
-        return _check_remote_target(target, source, overwrite)
-    if not target or "\0" in target:
-        raise SpecError("target", f"target={target!r}: expected a path")
-    path = os.path.realpath(target)
-    source_path = local_path(source)
-    if source_path is not None:
-        if path == source_path:
-            raise SpecError("same_array", f"target {target!r} is the source itself")
-        if _inside(path, source_path) or _inside(source_path, path):
-            raise SpecError("same_array", f"target {target!r} and source {source_path!r} lie one inside the other")
-    if os.path.lexists(target) and not (os.path.isdir(path) and not os.listdir(path)):
-        _check_replaceable(target, path, overwrite)
-    parent = Path(path)
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise SpecError("target", f"target {target!r} cannot be written: {str(parent)!r} is not a writable folder")
-    return path
-
-
-def _inside(path: str, folder: str) -> bool:
-    return os.path.commonpath([path, folder]) == folder
-
-
-def _check_replaceable(target: str, path: str, overwrite: bool) -> None:
-    if not os.path.isdir(path):
-        raise SpecError("target", f"target {target!r} is a file, not a zarr array; nothing was touched")
-    strange = _strange_entry(path)
-    if strange is not None:
-        raise SpecError(
-            "target",
-            f"target {target!r} holds {strange!r}, which is no part of a zarr array; nothing was touched",
-        )
-    if not overwrite:
-        raise SpecError("target_exists", f"target {target!r} exists; pass overwrite (--overwrite) to replace it")
-
-
-def _strange_entry(path: str) -> str | None:
-    """Anything in a folder that a zarr array does not consist of; the folder's metadata where it is no array at all."""
-    names = os.listdir(path)
-    if not any(name in names for name in ("zarr.json", ".zarray")):
-        return sorted(names)[0]
-    if "zarr.json" in names and _node_type(os.path.join(path, "zarr.json")) == "group":
-        return "zarr.json of a group"
-    folders = [path]
-    while folders:
-        with os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                known = entry.name in _METADATA_FILES or re.fullmatch(r"c?[0-9./]*(\.[0-9a-f]+\.partial)?", entry.name)
-                if entry.is_symlink() or not known:
-                    return os.path.relpath(entry.path, path)
-                if entry.is_dir():
-                    folders.append(entry.path)
-    return None
-
-
-def _node_type(metadata: str) -> str:
-    match = re.search(r'"node_type"\s*:\s*"(\w+)"', Path(metadata).read_text(errors="replace"))
-    return match[1] if match else ""
-
-
-def _check_remote_target(target: Any, source: ZarrArray, overwrite: bool) -> Any:
-    if target == source.store_path.store and source.store_path.path == "":
-        raise SpecError("same_array", "target is the store of the source itself")
-    try:
-        zarr.open(target, mode="r")
-    except (FileNotFoundError, KeyError):
-        return target
-    except Exception as error:
-        raise SpecError("target", f"target {target!r} cannot be reached: {_first_line(error)}") from error
-    if not overwrite:
-        raise SpecError("target_exists", f"target {target!r} exists; pass overwrite (--overwrite) to replace it")
-    raise SpecError("target", f"target {target!r} exists and is not a local folder: delete it first")
-
-
-def create_target(
-    target: Any,
-    *,
-    shape: Shape,
-    dtype: str,
-    chunks: Shape,
-    shards: Shape | None,
-    compressors: tuple[Any, ...],
-    attributes: dict[str, Any],
-    dimension_names: tuple[str | None, ...] | None,
-) -> ZarrArray:
-    """Create the target array, removing the zarr array that `check_target` allowed to be replaced.
-
-    Its fill value is NaN, so that what was not written does not read as zeros. Every object is written, all-zero ones too.
-    """
-    try:
-        if _is_local(target) and os.path.isdir(target):
-            shutil.rmtree(target)
-        array = zarr.create_array(
-            target,
-            shape=shape,
-            dtype=dtype,
-            chunks=chunks,
-            shards=shards,
-            compressors=compressors,
-            filters=None,
-            fill_value=float("nan"),
-            attributes=attributes,
-            dimension_names=dimension_names,
-            zarr_format=3,
-            config={"write_empty_chunks": True},
-        )
-    except OSError as error:
-        raise SpecError("target", f"target {target!r} cannot be written: {error}") from error
-    return writable(array)
-
-
-def create_source(path: str, shape: Shape, chunks: Shape, dtype: str, names: tuple[str, ...]) -> ZarrArray:
-    """Create a zarr array to be filled with integers, every object written."""
-    array = zarr.create_array(
-        path,
-        shape=shape,
-        chunks=chunks,
-        dtype=dtype,
-        dimension_names=names,
-        compressors=COMPRESSORS["auto"],
-        config={"write_empty_chunks": True},
-    )
-    return writable(array)
-
-
-def writable(array: ZarrArray) -> ZarrArray:
-    """The array, set to write all-fill objects too: zarr forgets that setting when an array is opened again."""
-    return array.with_config({"write_empty_chunks": True})
-
-
-def mark_complete(array: ZarrArray) -> None:
-    """Record that every object was written; the last write of a run."""
-    array.attrs["chunkq.complete"] = True
-
-
-def target_attributes(source: ZarrArray, operator: dict[str, Any], unpacks: bool) -> dict[str, Any]:
-    """Attributes of a target: the source's, the operator, and CF packing set aside where the operator has undone it."""
-    attributes = dict(source.attrs)
-    if unpacks:
-        packing = {name: attributes.pop(name) for name in PACKING_ATTRIBUTES if name in attributes}
-        if packing:
-            attributes["chunkq.source_attributes"] = packing
-    attributes["chunkq.operator"] = operator
-    attributes["chunkq.complete"] = False
-    return attributes
-
-
-def dimension_names(source: ZarrArray) -> tuple[str | None, ...] | None:
-    """Names of the axes: zarr v3's own, or what xarray keeps in the attributes of a v2 array."""
-    names = getattr(source.metadata, "dimension_names", None) or source.attrs.get("_ARRAY_DIMENSIONS")
-    if not isinstance(names, (list, tuple)) or len(names) != source.ndim:
-        return None
-    return tuple(name if isinstance(name, str) else None for name in names)

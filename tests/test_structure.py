@@ -15,20 +15,20 @@ PACKAGE = Path(chunkq.__file__).parent
 ORDER = [
     {"errors"},
     {"dtypes", "memory"},
-    {"spec", "grid", "kernels"},
+    {"spec", "grid", "kernels", "packing"},
     {"threads", "store"},
-    {"run"},
+    {"run", "target"},
     {"operands"},
     {"graph", "execute", "ops"},
-    {"linear"},
-    {"workers"},
+    {"linear", "workers"},
+    {"metadata"},
     {"job"},
     {"demo"},
     {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
-# ops calls graph, which knows ops' type only
-LATE = {("ops", "graph")}
+# ops calls graph and metadata, which know its types
+LATE = {("ops", "graph"), ("ops", "metadata")}
 
 
 def imports(path):
@@ -61,14 +61,12 @@ def test_imports_run_one_way(name):
             assert RANK[other] < RANK[name], f"{name} imports {other}"
 
 
-def test_one_module_touches_zarr_and_one_dask_array():
+def test_two_modules_touch_zarr_and_one_dask_array():
     users = {path.stem: set(imports(path)) for path in PACKAGE.glob("*.py")}
     assert {name for name, found in users.items() if any(m.startswith("dask.array") for m in found)} == {"graph"}
     # execute sets zarr's configuration for its workers; it opens and reads nothing
-    assert {name for name, found in users.items() if any(m.split(".")[0] == "zarr" for m in found)} == {
-        "store",
-        "execute",
-    }
+    zarr_users = {name for name, found in users.items() if any(m.split(".")[0] == "zarr" for m in found)}
+    assert zarr_users == {"store", "target", "execute"}
 
 
 def test_importing_chunkq_is_light():

@@ -1,0 +1,227 @@
+"""Operators as JSON, for the attributes of what chunkq writes, for the command line and for test vectors.
+
+A document has the keys ``operator``, ``attributes`` and ``inputs``. An input is a number or list, an array written out
+(``dtype``, ``shape``, ``values``), a zarr array by its place (``zarr``), or, in attributes only, a large array's digest.
+Imports ops and linear; store (zarr) when an input is a zarr array.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Any
+
+import numpy as np
+
+from chunkq.dtypes import ELEMENT_TYPES, FLOATS, element_name, element_type
+from chunkq.errors import SpecError
+from chunkq.linear import DequantizeLinear, QuantizeDequantize, QuantizeLinear
+from chunkq.operands import element_of, kind
+from chunkq.ops import FakeQuantize, Operator
+from chunkq.run import Array
+
+OPERATORS: dict[str, type[Operator]] = {
+    cls.__name__: cls for cls in (DequantizeLinear, QuantizeLinear, QuantizeDequantize, FakeQuantize)
+}
+
+#: Attributes of what chunkq writes hold larger NumPy parameters by their digest.
+WRITTEN_OUT = 1024
+
+
+def _number(value: float) -> float | str:
+    """JSON has no NaN and no infinities."""
+    return value if isinstance(value, int) or math.isfinite(value) else str(value)
+
+
+def _array(value: Array) -> dict[str, Any]:
+    name = element_name(value.dtype, "a parameter", tuple(ELEMENT_TYPES))
+    exact = value.astype(np.int64 if ELEMENT_TYPES[name].limits else np.float64)
+    return {"dtype": name, "shape": list(value.shape), "values": [_number(v) for v in exact.reshape(-1).tolist()]}
+
+
+def _digest(value: Array) -> dict[str, Any]:
+    name = element_name(value.dtype, "a parameter", tuple(ELEMENT_TYPES))
+    little = np.ascontiguousarray(value, value.dtype.newbyteorder("<") if value.dtype.kind != "V" else None)
+    sha256 = hashlib.sha256(little.reshape(-1).view(np.uint8).data).hexdigest()
+    return {"dtype": name, "shape": list(value.shape), "sha256": sha256}
+
+
+def _input(name: str, value: Any, written_out: int | None) -> Any:
+    found = kind(value)
+    if found == "dask":
+        raise SpecError("argument", f"{name} is a Dask array, which JSON cannot name; compute it, or store it as zarr")
+    if found == "zarr":
+        from chunkq.store import location
+
+        element = element_of(name, value, None, tuple(ELEMENT_TYPES))
+        return {"dtype": element, "shape": [int(n) for n in value.shape], "zarr": location(value)}
+    if found == "numpy":
+        value = np.asarray(value)
+        return _array(value) if written_out is None or value.size <= written_out else _digest(value)
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """A number or a list of numbers that JSON can hold."""
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else _number(value)
+
+
+def _number_or_list(entry: Any) -> Any:
+    """What `_plain` made of it, back again."""
+    if isinstance(entry, list):
+        return [_number_or_list(v) for v in entry]
+    return float(entry) if isinstance(entry, str) else entry
+
+
+def describe(op: Operator, written_out: int | None = None) -> dict[str, Any]:
+    """An operator as JSON has it; NumPy parameters of more than `written_out` elements by their digest."""
+    inputs = {n: getattr(op, n) for n in op.INPUTS}
+    attributes = {n: getattr(op, n) for n in op.ATTRIBUTES}
+    return {
+        "operator": type(op).__name__,
+        "attributes": {n: list(v) if isinstance(v, tuple) else v for n, v in attributes.items() if v is not None},
+        "inputs": {n: _input(n, v, written_out) for n, v in inputs.items() if v is not None},
+    }
+
+
+def _wrong(what: str) -> SpecError:
+    return SpecError("metadata", f"this is not the JSON of an operator: {what}")
+
+
+def read_array(entry: dict[str, Any]) -> Array:
+    """An array written out: ``dtype``, ``shape`` and ``values``, flat or nested."""
+    row = ELEMENT_TYPES[element_type("dtype", entry["dtype"], tuple(ELEMENT_TYPES))]
+    wide = np.array(entry["values"], np.int64 if row.limits else np.float64).reshape(entry["shape"])
+    if row.limits and wide.size and not row.limits[0] <= wide.min() <= wide.max() <= row.limits[1]:
+        raise _wrong(f"values outside {row.name}")
+    return wide.astype(row.dtype) if row.dtype.kind != "V" else wide.astype(np.float32).astype(row.dtype)
+
+
+def _read_input(name: str, entry: Any, group: Any) -> Any:
+    if not isinstance(entry, dict):
+        return _number_or_list(entry)
+    if "zarr" in entry:
+        from chunkq.store import open_source
+
+        if group is None:
+            return open_source(entry["zarr"], name)
+        if entry["zarr"] != name:
+            raise _wrong(f"{name} is {entry['zarr']!r}, not an array of this group")
+        return open_source(group[name], name)
+    if "values" in entry:
+        return read_array(entry)
+    raise _wrong(f"{name} is known by its digest only; pass the array itself")
+
+
+def read(document: Any, group: Any = None) -> Operator:
+    """Make an operator of its JSON document, parsed; its zarr arrays are those of `group` where one is given."""
+    try:
+        cls = OPERATORS[document["operator"]]
+        inputs = {n: _read_input(n, v, group) for n, v in document["inputs"].items()}
+        attributes = dict(document["attributes"])
+        if isinstance(attributes.get("block_size"), list):
+            attributes["block_size"] = tuple(attributes["block_size"])
+        return cls(**inputs, **attributes)
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise _wrong(f"{type(error).__name__}: {error}") from error
+    except ValueError as error:
+        if isinstance(error, SpecError):
+            raise
+        raise _wrong(str(error)) from error
+
+
+def from_json(text: str) -> Operator:
+    """Make an operator of what its method `to_json` gave.
+
+    Parameters
+    ----------
+    text : str
+        One JSON document.
+
+    Raises
+    ------
+    SpecError
+        Reason ``metadata`` for what is no such document, and the reasons of the operator.
+
+    Examples
+    --------
+    >>> import numpy as np, chunkq
+    >>> op = chunkq.from_json(chunkq.DequantizeLinear(np.float32([0.5, 2]), axis=0).to_json())
+    >>> op(np.int8([[1, 2], [3, 4]]))
+    array([[0.5, 1. ],
+           [6. , 8. ]], dtype=float32)
+    """
+    try:
+        document = json.loads(text)
+    except (TypeError, ValueError) as error:
+        raise _wrong(str(error)) from error
+    return read(document)
+
+
+#: Parameters of a group up to this many bytes are read at once; larger ones stay zarr arrays, read in part.
+AT_ONCE = 1 << 20
+
+
+def open_quantized(source: Any) -> tuple[Any, DequantizeLinear] | None:
+    """Open the group that a QuantizeLinear run wrote.
+
+    Parameters
+    ----------
+    source : str, path, zarr store or zarr.Group
+        The group.
+
+    Returns
+    -------
+    zarr.Array, DequantizeLinear
+        The quantized tensor, and the operator that undoes it (float32 where the scale is float8_e8m0fnu); None where
+        `source` is no such group.
+
+    Raises
+    ------
+    SpecError
+        Reason ``metadata`` for damaged attributes, ``source`` for an unfinished or damaged group.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, zarr, chunkq
+    >>> folder = tempfile.mkdtemp()
+    >>> x = zarr.create_array(f"{folder}/x.zarr", data=np.float32([[0.5, 1.25], [-3.0, 9.0]]))
+    >>> quantize = chunkq.QuantizeLinear(0.5, output_dtype="int4")
+    >>> report = chunkq.plan(quantize, x, f"{folder}/q.zarr").run()
+    >>> q, dequantize = chunkq.open_quantized(f"{folder}/q.zarr")
+    >>> dequantize(q).compute()
+    array([[ 0.5,  1. ],
+           [-3. ,  3.5]], dtype=float32)
+    """
+    from chunkq.store import OPERATOR, open_quantized_group, open_source
+
+    group = open_quantized_group(source)
+    if group is None:
+        return None
+    try:
+        data = open_source(group["data"])
+        quantize = read(group.attrs[OPERATOR], group)
+    except KeyError as error:
+        raise SpecError("source", f"{source!r} lacks {error}, which its attributes name") from error
+    if not isinstance(quantize, QuantizeLinear):
+        raise _wrong(f"{OPERATOR} of {source!r} is {type(quantize).__name__}, expected QuantizeLinear")
+    scale, zero_point = _at_once("scale", quantize.scale), _at_once("zero_point", quantize.zero_point)
+    float_scale = element_of("scale", quantize.scale, None, tuple(ELEMENT_TYPES)) in FLOATS
+    op = DequantizeLinear(
+        scale,
+        zero_point,
+        axis=quantize.axis,
+        block_size=quantize.block_size,
+        output_dtype=None if float_scale else "float32",
+    )
+    return data, op
+
+
+def _at_once(name: str, value: Any) -> Any:
+    """A small parameter as a NumPy array."""
+    if kind(value) != "zarr" or value.nbytes > AT_ONCE:
+        return value
+    from chunkq.store import Handle
+
+    return Handle(value, element_of(name, value, None, tuple(ELEMENT_TYPES))).read((slice(None),) * value.ndim)

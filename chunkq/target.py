@@ -1,0 +1,314 @@
+"""The target of a run: what may be written or replaced, creating it, its attributes. With store.py all that touches zarr.
+
+Only the `create_` functions and `mark_complete` write. Imports store, grid and dtypes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
+
+from chunkq import grid
+from chunkq.dtypes import DTYPE_ATTRIBUTE, ELEMENT_TYPES, fill_value, to_holder
+from chunkq.errors import SpecError
+from chunkq.spec import ParamSpec, Shape
+from chunkq.store import (
+    COMPLETE,
+    OPERATOR,
+    Handle,
+    ZarrArray,
+    first_line,
+    is_local,
+    local_path,
+    plain_path,
+)
+
+#: Attributes by which xarray and others scale or mask on reading. On a dequantized target they would apply a second time.
+PACKING_ATTRIBUTES = (
+    "scale_factor",
+    "add_offset",
+    "_FillValue",
+    "missing_value",
+    "valid_min",
+    "valid_max",
+    "valid_range",
+    "_Unsigned",
+)
+
+#: What `compressors` may be by name. Each ends in crc32c: without it most bit flips pass unseen.
+COMPRESSORS: dict[str, tuple[Any, ...]] = {
+    "auto": (ZstdCodec(), Crc32cCodec()),
+    "none": (Crc32cCodec(),),
+    "zstd": (ZstdCodec(), Crc32cCodec()),
+    "blosc": (BloscCodec(), Crc32cCodec()),
+    "gzip": (GzipCodec(), Crc32cCodec()),
+}
+
+#: What the group of a quantized tensor consists of.
+DATA = "data"
+GROUP_ARRAYS = (DATA, "scale", "zero_point")
+
+#: Elements of a stored object of a parameter: small enough to be read for every unit that needs a part of it.
+PARAM_OBJECT = 1 << 16
+
+_METADATA_FILES = ("zarr.json", ".zarray", ".zattrs", ".zmetadata", ".zgroup")
+
+
+def resolve_compressors(compressors: Any) -> tuple[Any, ...]:
+    """The bytes-to-bytes codecs of a target: by name, or zarr's own objects as they are."""
+    if isinstance(compressors, str):
+        if compressors not in COMPRESSORS:
+            raise SpecError(
+                "compressors",
+                f"compressors={compressors!r}: expected one of {', '.join(COMPRESSORS)}, or zarr codecs",
+            )
+        return COMPRESSORS[compressors]
+    return tuple(compressors) if isinstance(compressors, (list, tuple)) else (compressors,)
+
+
+def check_target(target: Any, source: ZarrArray, overwrite: bool) -> Any:
+    """Refuse a target that cannot or must not be written; return it as zarr takes it. Writes nothing.
+
+    Raises
+    ------
+    SpecError
+        Reasons ``target``, ``target_exists``, ``same_array``.
+    """
+    target = plain_path(target)
+    if isinstance(target, zarr.Array):
+        raise SpecError("target", "target is an open zarr array; pass its path or store")
+    if isinstance(target, zarr.storage.ZipStore) or (isinstance(target, str) and target.endswith(".zip")):
+        raise SpecError("target", "target is a zip store, which cannot be written in parallel; pass a folder")
+    if not is_local(target):
+        return _check_remote_target(target, source, overwrite)
+    if not target or "\0" in target:
+        raise SpecError("target", f"target={target!r}: expected a path")
+    path = os.path.realpath(target)
+    source_path = local_path(source)
+    if source_path is not None:
+        if path == source_path:
+            raise SpecError("same_array", f"target {target!r} is the source itself")
+        if _inside(path, source_path) or _inside(source_path, path):
+            raise SpecError("same_array", f"target {target!r} and source {source_path!r} lie one inside the other")
+    if os.path.lexists(target) and not (os.path.isdir(path) and not os.listdir(path)):
+        _check_replaceable(target, path, overwrite)
+    parent = Path(path)
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise SpecError("target", f"target {target!r} cannot be written: {str(parent)!r} is not a writable folder")
+    return path
+
+
+def _inside(path: str, folder: str) -> bool:
+    return os.path.commonpath([path, folder]) == folder
+
+
+def _check_replaceable(target: str, path: str, overwrite: bool) -> None:
+    if not os.path.isdir(path):
+        raise SpecError("target", f"target {target!r} is a file, not a zarr array; nothing was touched")
+    strange = _strange_entry(path)
+    if strange is not None:
+        raise SpecError(
+            "target",
+            f"target {target!r} holds {strange!r}, which is no part of a zarr array; nothing was touched",
+        )
+    if not overwrite:
+        raise SpecError("target_exists", f"target {target!r} exists; pass overwrite (--overwrite) to replace it")
+
+
+def _strange_entry(path: str) -> str | None:
+    """Anything in a folder that a zarr array, or a group of chunkq's, does not consist of; None where there is nothing."""
+    names = os.listdir(path)
+    if not any(name in names for name in ("zarr.json", ".zarray")):
+        return sorted(names)[0]
+    if "zarr.json" in names and _node_type(os.path.join(path, "zarr.json")) == "group":
+        return _strange_in_group(path, names)
+    folders = [path]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                known = entry.name in _METADATA_FILES or re.fullmatch(r"c?[0-9./]*(\.[0-9a-f]+\.partial)?", entry.name)
+                if entry.is_symlink() or not known:
+                    return os.path.relpath(entry.path, path)
+                if entry.is_dir():
+                    folders.append(entry.path)
+    return None
+
+
+def _strange_in_group(path: str, names: list[str]) -> str | None:
+    if f'"{OPERATOR}"' not in Path(path, "zarr.json").read_text(errors="replace"):
+        return "zarr.json of a group"
+    for name in names:
+        child = os.path.join(path, name)
+        if name == "zarr.json":
+            continue
+        if name not in GROUP_ARRAYS or os.path.islink(child) or not os.path.isdir(child):
+            return name
+        strange = _strange_entry(child)
+        if strange is not None:
+            return os.path.join(name, strange)
+    return None
+
+
+def _node_type(metadata: str) -> str:
+    match = re.search(r'"node_type"\s*:\s*"(\w+)"', Path(metadata).read_text(errors="replace"))
+    return match[1] if match else ""
+
+
+def _check_remote_target(target: Any, source: ZarrArray, overwrite: bool) -> Any:
+    if target == source.store_path.store and source.store_path.path == "":
+        raise SpecError("same_array", "target is the store of the source itself")
+    try:
+        zarr.open(target, mode="r")
+    except (FileNotFoundError, KeyError):
+        return target
+    except Exception as error:
+        raise SpecError("target", f"target {target!r} cannot be reached: {first_line(error)}") from error
+    if not overwrite:
+        raise SpecError("target_exists", f"target {target!r} exists; pass overwrite (--overwrite) to replace it")
+    raise SpecError("target", f"target {target!r} exists and is not a local folder: delete it first")
+
+
+def _create_array(
+    create: Any,
+    *,
+    shape: Shape,
+    element: str,
+    chunks: Shape,
+    shards: Shape | None,
+    compressors: tuple[Any, ...],
+    attributes: dict[str, Any],
+    dimension_names: tuple[str | None, ...] | None,
+) -> ZarrArray:
+    """An array of an element type. What is unwritten reads as `fill_value`; every object is written, all-zero ones too."""
+    row = ELEMENT_TYPES[element]
+    if row.holder != row.dtype:
+        attributes = attributes | {DTYPE_ATTRIBUTE: element}
+    array = create(
+        shape=shape,
+        dtype=row.holder,
+        chunks=chunks,
+        shards=shards,
+        compressors=compressors,
+        filters=None,
+        fill_value=fill_value(element),
+        attributes=attributes,
+        dimension_names=dimension_names,
+        config={"write_empty_chunks": True},
+    )
+    return writable(array)
+
+
+def _make_room(target: Any) -> None:
+    """Remove what `check_target` allowed to be replaced."""
+    if is_local(target) and os.path.isdir(target):
+        shutil.rmtree(target)
+
+
+def create_target(target: Any, **layout: Any) -> tuple[ZarrArray, ZarrArray]:
+    """Create the target array; return it, and once more as the node that `mark_complete` marks."""
+    try:
+        _make_room(target)
+        array = _create_array(partial(zarr.create_array, target, zarr_format=3), **layout)
+    except OSError as error:
+        raise SpecError("target", f"target {target!r} cannot be written: {error}") from error
+    return array, array
+
+
+def create_quantized(
+    target: Any,
+    params: tuple[ParamSpec, ...],
+    values: tuple[Any, ...],
+    group_attributes: dict[str, Any],
+    **layout: Any,
+) -> tuple[ZarrArray, zarr.Group]:
+    """Create the group of a quantized tensor and write its parameters; return its data array, to be filled, and itself."""
+    try:
+        _make_room(target)
+        group = zarr.create_group(target, attributes=group_attributes, zarr_format=3)
+        for param, value in zip(params, values, strict=True):
+            _store_param(group, param, value)
+        return _create_array(partial(group.create_array, DATA), **layout), group
+    except OSError as error:
+        raise SpecError("target", f"target {target!r} cannot be written: {error}") from error
+
+
+def _store_param(group: zarr.Group, param: ParamSpec, value: Any) -> None:
+    """Copy a parameter into the group, one stored object at a time."""
+    shape = tuple(int(n) for n in value.shape)
+    chunks = [max(1, n) for n in shape]
+    for axis in range(len(chunks)):
+        while prod(chunks) > PARAM_OBJECT and chunks[axis] > 1:
+            chunks[axis] = -(-chunks[axis] // 2)
+    array = _create_array(
+        partial(group.create_array, param.name),
+        shape=shape,
+        element=param.dtype,
+        chunks=tuple(chunks),
+        shards=None,
+        compressors=COMPRESSORS["auto"],
+        attributes={},
+        dimension_names=None,
+    )
+    read = (lambda region: value[region]) if isinstance(value, np.ndarray) else Handle(value, param.dtype).read
+    for region in grid.regions(shape, tuple(chunks)):
+        plain = to_holder(np.asarray(read(region)))
+        array[region] = plain.astype(plain.dtype.newbyteorder("="), copy=False)
+
+
+def create_source(path: str, shape: Shape, chunks: Shape, dtype: str, names: tuple[str, ...]) -> ZarrArray:
+    """Create a zarr array to be filled with integers, every object written."""
+    array = zarr.create_array(
+        path,
+        shape=shape,
+        chunks=chunks,
+        dtype=dtype,
+        dimension_names=names,
+        compressors=COMPRESSORS["auto"],
+        config={"write_empty_chunks": True},
+    )
+    return writable(array)
+
+
+def writable(array: ZarrArray) -> ZarrArray:
+    """The array, set to write all-fill objects too: zarr forgets that setting when an array is opened again."""
+    return array.with_config({"write_empty_chunks": True})
+
+
+def mark_complete(node: ZarrArray | zarr.Group) -> None:
+    """Record that every object was written; the last write of a run."""
+    node.attrs[COMPLETE] = True
+
+
+def operator_attributes(operator: dict[str, Any]) -> dict[str, Any]:
+    """What a target says of the run that writes it."""
+    return {OPERATOR: operator, COMPLETE: False}
+
+
+def source_attributes(source: ZarrArray, unpacks: bool) -> dict[str, Any]:
+    """Attributes of a source, without chunkq's own of it; CF packing set aside where the operator has undone it."""
+    own = (DTYPE_ATTRIBUTE, OPERATOR, COMPLETE)
+    attributes = {name: value for name, value in source.attrs.items() if name not in own}
+    if unpacks:
+        packing = {name: attributes.pop(name) for name in PACKING_ATTRIBUTES if name in attributes}
+        if packing:
+            attributes["chunkq.source_attributes"] = packing
+    return attributes
+
+
+def dimension_names(source: ZarrArray) -> tuple[str | None, ...] | None:
+    """Names of the axes: zarr v3's own, or what xarray keeps in the attributes of a v2 array."""
+    names = getattr(source.metadata, "dimension_names", None) or source.attrs.get("_ARRAY_DIMENSIONS")
+    if not isinstance(names, (list, tuple)) or len(names) != source.ndim:
+        return None
+    return tuple(name if isinstance(name, str) else None for name in names)
