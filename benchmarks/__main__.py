@@ -14,13 +14,13 @@ from benchmarks import frame, kernels, pipeline
 
 EPILOG = """\
 examples:
-  python -m benchmarks kernels                        64 M elements, larger than most caches: about two minutes
+  python -m benchmarks kernels                        64 M elements, larger than most caches: several minutes
   python -m benchmarks kernels --rows last,small      the cases with one of these words in their name
   python -m benchmarks kernels --list                 the cases
   python -m benchmarks pipeline --json pipeline.json  256 MiB to 1 GiB, without a codec and with zstd: several minutes
 
 The table goes to stdout, progress to stderr. Every answer is checked before it is timed. Peers come with
-pip install 'chunkq[bench]'; one that is missing has a row that says so.
+pip install 'chunkq[bench]', torch on its own; one that is missing has a row that says so.
 """
 
 

@@ -31,7 +31,7 @@ SUBJECT = "chunkq"
 #: CPUs in use by others from which on the table says so.
 NOISE = 0.1
 
-PACKAGES = ("chunkq", "numpy", "onnxruntime", "openvino", "dask", "zarr", "numcodecs")
+PACKAGES = ("chunkq", "numpy", "ml_dtypes", "onnxruntime", "openvino", "torch", "dask", "zarr", "numcodecs")
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Check = Callable[[Any], str]
@@ -61,6 +61,8 @@ class Contender:
         Takes the last answer; returns what else the JSON should hold.
     remark : str
         For the table.
+    moved : int, optional
+        Bytes it reads and writes, where they are not the case's.
     """
 
     run: Callable[[], Any] | None
@@ -68,13 +70,15 @@ class Contender:
     before: Callable[[], None] = _nothing
     facts: Callable[[Any], dict[str, Any]] = lambda answer: {}
     remark: str = ""
+    moved: int | None = None
 
 
 @dataclass(frozen=True)
 class Case:
     """Contenders for the same work; `calls` runs in a row are timed as one where one is too short to time.
 
-    `moved` is the bytes read and written, for a rate in GB/s; without it the table gives nanoseconds per element.
+    `moved` is the bytes read and written, for a rate in GB/s. `most_rounds` bounds the rounds of all its contenders, where
+    one is so slow that more would take too long.
     """
 
     name: str
@@ -82,6 +86,7 @@ class Case:
     contenders: dict[str, Contender]
     calls: int = 1
     moved: int | None = None
+    most_rounds: int | None = None
 
 
 Maker = Callable[[], Case]
@@ -113,9 +118,8 @@ class Row:
 
     @property
     def rate(self) -> str:
-        if self.moved:
-            return f"{self.moved / self.median / 1e9:.2f} GB/s"
-        return f"{self.median / self.elements * 1e9:.3f} ns/element"
+        moved = f", {self.moved / self.median / 1e9:.2f} GB/s" if self.moved else ""
+        return f"{self.median / self.elements * 1e9:.3f} ns/element{moved}"
 
     def to_dict(self) -> dict[str, Any]:
         row = asdict(self) | self.facts
@@ -184,7 +188,7 @@ def measure(case: Case, rounds: int) -> list[Row]:
         except WrongAnswer as error:
             failures[name] = f"WRONG ANSWER, not timed: {error}"
     load = OtherLoad()
-    times, cores, last = _time(case, list(remarks), rounds)
+    times, cores, last = _time(case, list(remarks), min(rounds, case.most_rounds or rounds))
     others = load.cpus()
     rows = []
     for name, contender in case.contenders.items():
@@ -196,8 +200,8 @@ def measure(case: Case, rounds: int) -> list[Row]:
         ratio = median(a / b for a, b in zip(times[name], subject, strict=True)) if subject else None
         facts = contender.facts(last[name]) | {"other_cpus": others}
         own = tuple(times[name])
-        used = median(cores[name])
-        rows.append(Row(case.name, name, case.elements, "timed", remarks[name], own, ratio, case.moved, used, facts))
+        used, moved = median(cores[name]), contender.moved or case.moved
+        rows.append(Row(case.name, name, case.elements, "timed", remarks[name], own, ratio, moved, used, facts))
     return rows
 
 
@@ -326,7 +330,7 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, rounds: int) -> tuple[str, ...]:
     if row.status != "timed":
         return row.case, row.contender, "-", "-", "-", "-", "-", "-", row.remark
     ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
@@ -334,14 +338,15 @@ def _cells(row: Row) -> tuple[str, ...]:
     peak = f"peak {row.facts['peak_memory'] / 2**20:.0f} MiB" if "peak_memory" in row.facts else ""
     others = row.facts.get("other_cpus") or 0.0
     noise = f"other processes kept {others:.1f} CPUs busy" if others >= NOISE and row.contender == SUBJECT else ""
-    remark = "; ".join(filter(None, (row.remark, peak, noise)))
+    fewer = f"{len(row.times)} rounds" if len(row.times) < rounds and row.contender == SUBJECT else ""
+    remark = "; ".join(filter(None, (row.remark, peak, fewer, noise)))
     return row.case, row.contender, *times, f"{row.cores:.1f}", row.rate, ratio, remark
 
 
 def markdown(rows: list[Row], about: dict[str, Any], legend: str) -> str:
     """The table, with what the figures depend on above it."""
     head = ("case", "contender", "median", "min", "spread", "cores", "rate", "time / chunkq's", "remark")
-    table = [head, tuple("-" * len(h) for h in head), *map(_cells, rows)]
+    table = [head, tuple("-" * len(h) for h in head), *(_cells(row, about["rounds"]) for row in rows)]
     widths = [max(len(line[i]) for line in table) for i in range(len(head) - 1)] + [0]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in table]
     versions = ", ".join(f"{name} {version or 'absent'}" for name, version in about["versions"].items())

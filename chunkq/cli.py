@@ -17,8 +17,9 @@ from typing import Any
 import click
 
 import chunkq
+from chunkq.arguments import agreeing, linear_arguments, numbers, read_parameter
 from chunkq.errors import ChunkqError, RunError, SpecError
-from chunkq.linear import DequantizeLinear
+from chunkq.linear import DequantizeLinear, QuantizeLinear
 from chunkq.memory import format_size, keep_memory_flat
 from chunkq.ops import FakeQuantize, Operator
 
@@ -59,76 +60,6 @@ def main() -> None:
     keep_memory_flat()
     # zarr reports the first failed read of several; asyncio would print the others as tracebacks at exit
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-
-
-# ---- parameters
-
-
-def _parameter(option: str, text: str | None) -> Any:
-    """A parameter from the command line: number, list, .npy file or zarr array."""
-    if text is None:
-        return None
-    try:
-        values = [_number(part) for part in text.split(",")]
-    except ValueError:
-        return _stored_parameter(option, text)
-    return values if "," in text else values[0]
-
-
-def _number(text: str) -> int | float:
-    try:
-        return int(text)
-    except ValueError:
-        return float(text)
-
-
-def _stored_parameter(option: str, text: str) -> Any:
-    if not text.endswith(".npy"):
-        from chunkq.store import open_source
-
-        return open_source(text, option)
-    import numpy as np
-
-    try:
-        return np.array(np.load(text, mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError) as error:
-        raise SpecError("argument", f"{option}: {text!r} is not a readable .npy file: {error}") from error
-
-
-def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise SpecError("chunks", f"{option} {text!r}: expected integers such as 4,1024,1024") from error
-
-
-def _lying_on_one_axis(source: Any, scale: Any, zero_point: Any) -> tuple[int | None, Any, Any]:
-    """A scale kept at x's rank, (N, 1) for x of (N, K), says itself which axis it lies on; ONNX wants it 1-D."""
-    shape = getattr(scale, "shape", ())
-    long = [a for a, n in enumerate(shape) if n != 1]
-    if not hasattr(scale, "reshape") or len(shape) != len(source.shape) or len(shape) < 2 or len(long) != 1:
-        return None, scale, zero_point
-    click.echo(f"axis {long[0]}: scale has the shape {shape}", err=True)
-    same = hasattr(zero_point, "reshape") and zero_point.shape == shape
-    return long[0], scale.reshape(-1), zero_point.reshape(-1) if same else zero_point
-
-
-def _axis_for(source: Any, scale: Any, axis: int | None) -> int:
-    """The axis of a 1-D scale: as given, or the only one it can be. Never a guess."""
-    if axis is not None:
-        return axis
-    length = len(scale) if isinstance(scale, list) else (scale.shape[0] if getattr(scale, "ndim", 0) == 1 else 1)
-    if length == 1:
-        return 1  # per-tensor: ONNX ignores it
-    shape = tuple(source.shape)
-    fits = [a for a, n in enumerate(shape) if n == length]
-    if len(fits) != 1:
-        which = f"axes {' and '.join(map(str, fits))} have that length" if fits else "no axis has that length"
-        raise SpecError("axis", f"scale has {length} elements and x the shape {shape}: {which}; pass --axis")
-    click.echo(f"axis {fits[0]}: the only one with as many elements as scale ({length})", err=True)
-    return fits[0]
 
 
 # ---- running
@@ -190,8 +121,8 @@ def _go(op: Operator, source: Any, destination: str, options: dict[str, Any]) ->
         source,
         destination,
         max_mem=options["max_mem"],
-        target_chunks=_numbers("--chunks", options["chunks"]),
-        target_shards=_numbers("--shards", options["shards"]),
+        target_chunks=numbers("--chunks", options["chunks"]),
+        target_shards=numbers("--shards", options["shards"]),
         compressors=options["compressor"],
         overwrite=options["overwrite"],
         missing=options["missing"],
@@ -242,10 +173,26 @@ _RUN_OPTIONS = (
         show_default=True,
         help="What objects absent from SRC mean.",
     ),
-    click.option("--overwrite", is_flag=True, help="Replace DST if it is a zarr array."),
+    click.option("--overwrite", is_flag=True, help="Replace DST if it is a zarr array, or a group of chunkq's."),
     click.option("--json", is_flag=True, help="One JSON document on stdout."),
     click.option("--no-progress", is_flag=True, help="No progress bar."),
 )
+
+
+_LINEAR_OPTIONS = (
+    click.option("--scale", metavar="PARAM", help="One for the tensor, one for each index of an axis or each block."),
+    click.option("--zero-point", metavar="PARAM", help="Same shape as the scale [0]."),
+    click.option("--axis", type=int, help="Axis of a 1-D scale or of the blocks [the only one that fits]."),
+    click.option("--block-size", metavar="N[,N,...]", help="Blocks along the axis, or a size for each axis."),
+    click.option("--x-dtype", metavar="DTYPE", help="What SRC holds, if it is stored as integers: float8_e4m3fn, ..."),
+    click.option("--scale-dtype", metavar="DTYPE", help="The same for the scale: float8_e8m0fnu, ..."),
+)
+
+
+def _linear_options(command: Command) -> Command:
+    for option in reversed(_LINEAR_OPTIONS):
+        command = option(command)
+    return command
 
 
 def _unchanged(command: Command) -> Command:
@@ -267,21 +214,42 @@ def _add_operators(group: click.Group, *, planning: bool) -> None:
     @group.command()
     @click.argument("src")
     @click.argument("dst")
-    @click.option("--scale", required=True, metavar="PARAM", help="One for the tensor, one for each index of an axis.")
-    @click.option("--zero-point", metavar="PARAM", help="Same shape as the scale [0].")
-    @click.option("--axis", type=int, help="Axis of a 1-D scale [the only one of that length].")
+    @_linear_options
+    @click.option("--output-dtype", metavar="DTYPE", help="float32, float16 or bfloat16 [that of scale].")
     @dry
     @_run_options
-    def dequantize(src: str, dst: str, scale: str, zero_point: str | None, axis: int | None, **options: Any) -> None:
-        """Write (SRC - zero point) * scale to DST as float32 (ONNX DequantizeLinear)."""
-        from chunkq.store import open_source
+    def dequantize(src: str, dst: str, output_dtype: str | None, **options: Any) -> None:
+        """Write (SRC - zero point) * scale to DST (ONNX DequantizeLinear).
 
-        source = open_source(src)
-        scales = _parameter("--scale", scale)
-        zeros = _parameter("--zero-point", zero_point)
-        if axis is None:
-            axis, scales, zeros = _lying_on_one_axis(source, scales, zeros)
-        op = DequantizeLinear(scales, zeros, axis=_axis_for(source, scales, axis))
+        SRC is a zarr array, or a group that `chunkq quantize` wrote, which brings its own parameters.
+        """
+        from chunkq.metadata import open_quantized
+
+        opened = open_quantized(src, output_dtype)
+        if opened is not None:
+            source, op = opened
+            agreeing(source, op, options)
+        else:
+            source, arguments = linear_arguments(src, options)
+            op = DequantizeLinear(**arguments, output_dtype=output_dtype)
+        _go(op, source, dst, {"dry_run": planning} | options)
+
+    @group.command()
+    @click.argument("src")
+    @click.argument("dst")
+    @_linear_options
+    @click.option("--dtype", metavar="DTYPE", help="Of the result: int8, float8_e4m3fn, ... [that of the zero point].")
+    @click.option("--saturate/--no-saturate", default=True, show_default=True, help="What is too large for a float8.")
+    @click.option("--precision", metavar="DTYPE", help="What is divided in [the type of scale].")
+    @dry
+    @_run_options
+    def quantize(src: str, dst: str, dtype: str | None, saturate: bool, precision: str | None, **options: Any) -> None:
+        """Write round(SRC / scale) + zero point, saturated, to the group DST (ONNX QuantizeLinear).
+
+        DST gets the arrays data, scale and zero_point and the operator's attributes: `chunkq dequantize DST` needs no more.
+        """
+        source, arguments = linear_arguments(src, options)
+        op = QuantizeLinear(**arguments, output_dtype=dtype, saturate=saturate, precision=precision)
         _go(op, source, dst, {"dry_run": planning} | options)
 
     @group.command(name="fake-quantize")
@@ -312,10 +280,10 @@ def _add_operators(group: click.Group, *, planning: bool) -> None:
         from chunkq.store import open_source
 
         op = FakeQuantize(
-            _parameter("--input-low", input_low),
-            _parameter("--input-high", input_high),
-            _parameter("--output-low", output_low),
-            _parameter("--output-high", output_high),
+            read_parameter("--input-low", input_low),
+            read_parameter("--input-high", input_high),
+            read_parameter("--output-low", output_low),
+            read_parameter("--output-high", output_high),
             levels,
             auto_broadcast=auto_broadcast,
             broadcast_axis=broadcast_axis,

@@ -163,18 +163,20 @@ def from_json(text: str) -> Operator:
 AT_ONCE = 1 << 20
 
 
-def open_quantized(source: Any) -> tuple[Any, DequantizeLinear] | None:
+def open_quantized(source: Any, output_dtype: Any = None) -> tuple[Any, DequantizeLinear] | None:
     """Open the group that a QuantizeLinear run wrote.
 
     Parameters
     ----------
     source : str, path, zarr store or zarr.Group
         The group.
+    output_dtype : dtype or str, optional
+        That of the operator; the type of the scale by default.
 
     Returns
     -------
     zarr.Array, DequantizeLinear
-        The quantized tensor, and the operator that undoes it (float32 where the scale is float8_e8m0fnu); None where
+        The quantized tensor, and the operator that undoes it (to float32 where the scale is float8_e8m0fnu); None where
         `source` is no such group.
 
     Raises
@@ -207,13 +209,14 @@ def open_quantized(source: Any) -> tuple[Any, DequantizeLinear] | None:
     if not isinstance(quantize, QuantizeLinear):
         raise _wrong(f"{OPERATOR} of {source!r} is {type(quantize).__name__}, expected QuantizeLinear")
     scale, zero_point = _at_once("scale", quantize.scale), _at_once("zero_point", quantize.zero_point)
-    float_scale = element_of("scale", quantize.scale, None, tuple(ELEMENT_TYPES)) in FLOATS
+    if output_dtype is None and element_of("scale", quantize.scale, None, tuple(ELEMENT_TYPES)) not in FLOATS:
+        output_dtype = "float32"
     op = DequantizeLinear(
         scale,
         zero_point,
         axis=quantize.axis,
         block_size=quantize.block_size,
-        output_dtype=None if float_scale else "float32",
+        output_dtype=output_dtype,
     )
     return data, op
 

@@ -85,10 +85,7 @@ def open_source(source: Any, argument: str = "source") -> ZarrArray:
     SpecError
         Reason ``source``.
     """
-    if isinstance(source, zarr.Array):
-        array = source
-    else:
-        array = _open_node(zarr.open_array, source, argument)
+    array = source if isinstance(source, zarr.Array) else _open_node(zarr.open_array, source, argument)
     if array.attrs.get(COMPLETE) is False:
         raise SpecError(
             "source", f"{argument} is an unfinished target of chunkq ({COMPLETE} is false); run its job again"

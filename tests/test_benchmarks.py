@@ -115,6 +115,23 @@ def test_the_tolerance_is_one_level(frame):
             check(np.array([0, 0, 0, wrong], np.float32))
 
 
+def test_a_slow_peer_bounds_the_rounds_of_its_case_only(frame):
+    both = {"chunkq": frame.Contender(lambda: 0), "slow": frame.Contender(lambda: 0)}
+    rows = frame.measure(frame.Case("bounded", 6, both, most_rounds=2), rounds=5)
+    rows += frame.measure(frame.Case("free", 6, both), rounds=5)
+    assert [len(row.times) for row in rows] == [2, 2, 5, 5]
+    about = {"cpu": "", "cores": 1, "isa": "", "commit": "", "python": "", "versions": {}, "elements": 6, "rounds": 5}
+    assert frame.markdown(rows, about, "").count("2 rounds") == 1  # said once, in the row of chunkq
+
+
+def test_bytes_moved_are_the_contender_s_own_or_the_case_s(frame):
+    both = {"chunkq": frame.Contender(lambda: 0), "half": frame.Contender(lambda: 0, moved=24)}
+    rows = frame.measure(frame.Case("case", 6, both, moved=48), rounds=3)
+    assert [row.moved for row in rows] == [48, 24]
+    row = frame.Row("case", "chunkq", 6, "timed", "", (6e-9,), 1.0, moved=48)
+    assert row.rate == "1.000 ns/element, 8.00 GB/s"
+
+
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="reads /proc/stat")
 def test_what_others_keep_busy_is_told(frame):
     load = frame.OtherLoad()

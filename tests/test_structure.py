@@ -23,7 +23,7 @@ ORDER = [
     {"linear", "workers"},
     {"metadata"},
     {"job"},
-    {"demo"},
+    {"demo", "arguments"},
     {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}

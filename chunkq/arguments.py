@@ -1,0 +1,160 @@
+"""The operators' parameters from the command line: from text to arrays, the axis that is meant, what SRC itself says.
+
+Imports linear, operands and errors; store (zarr) when an option names a zarr array.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import numpy as np
+
+from chunkq.dtypes import ELEMENT_TYPES
+from chunkq.errors import SpecError
+from chunkq.linear import DequantizeLinear
+from chunkq.operands import element_of, kind, optional_type, parameter
+
+#: Options of every ONNX operator.
+LINEAR_NAMES = ("scale", "zero_point", "axis", "block_size", "x_dtype", "scale_dtype")
+
+
+def read_parameter(option: str, text: str | None) -> Any:
+    """A parameter from the command line: number, list, .npy file or zarr array."""
+    if text is None:
+        return None
+    try:
+        values = [_number(part) for part in text.split(",")]
+    except ValueError:
+        return _stored_parameter(option, text)
+    return values if "," in text else values[0]
+
+
+def _number(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _stored_parameter(option: str, text: str) -> Any:
+    if not text.endswith(".npy"):
+        from chunkq.store import open_source
+
+        return open_source(text, option)
+    try:
+        return np.array(np.load(text, mmap_mode="r", allow_pickle=False))
+    except (OSError, ValueError) as error:
+        raise SpecError("argument", f"{option}: {text!r} is not a readable .npy file: {error}") from error
+
+
+def numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise SpecError("chunks", f"{option} {text!r}: expected integers such as 4,1024,1024") from error
+
+
+def _lying_on_one_axis(source: Any, scale: Any, zero_point: Any) -> tuple[int | None, Any, Any]:
+    """A scale kept at x's rank, (N, 1) for x of (N, K), says itself which axis it lies on; ONNX wants it 1-D."""
+    shape = getattr(scale, "shape", ())
+    long = [a for a, n in enumerate(shape) if n != 1]
+    if not hasattr(scale, "reshape") or len(shape) != len(source.shape) or len(shape) < 2 or len(long) != 1:
+        return None, scale, zero_point
+    click.echo(f"axis {long[0]}: scale has the shape {shape}", err=True)
+    same = hasattr(zero_point, "reshape") and zero_point.shape == shape
+    return long[0], scale.reshape(-1), zero_point.reshape(-1) if same else zero_point
+
+
+def _axis_of_blocks(source: Any, scale: Any, block_size: int) -> int:
+    """The axis along which blocks run: the only one for which the scale has the right shape."""
+    shape = tuple(source.shape)
+    blocks = [tuple(-(-n // block_size) if a == axis else n for a, n in enumerate(shape)) for axis in range(len(shape))]
+    fits = [axis for axis, expected in enumerate(blocks) if getattr(scale, "shape", ()) == expected]
+    if len(fits) != 1:
+        which = f"axes {' and '.join(map(str, fits))} fit" if fits else "no axis fits"
+        found = f"a scale of shape {getattr(scale, 'shape', ())} and x of shape {shape}"
+        raise SpecError("axis", f"blocks of {block_size}, {found}: {which}; pass --axis")
+    click.echo(f"axis {fits[0]}: the only one that fits the shape of scale", err=True)
+    return fits[0]
+
+
+def _axis_for(source: Any, scale: Any, axis: int | None, block_size: Any) -> int:
+    """The axis of a 1-D scale, or of its blocks: as given, or the only one it can be. Never a guess."""
+    if axis is not None:
+        return axis
+    if isinstance(block_size, tuple):
+        return 1  # a size for each axis: ONNX's axis has no meaning
+    if block_size:
+        return _axis_of_blocks(source, scale, block_size)
+    length = len(scale) if isinstance(scale, list) else (scale.shape[0] if getattr(scale, "ndim", 0) == 1 else 1)
+    if length == 1:
+        return 1  # per-tensor: ONNX ignores it
+    shape = tuple(source.shape)
+    fits = [a for a, n in enumerate(shape) if n == length]
+    if len(fits) != 1:
+        which = f"axes {' and '.join(map(str, fits))} have that length" if fits else "no axis has that length"
+        raise SpecError("axis", f"scale has {length} elements and x the shape {shape}: {which}; pass --axis")
+    click.echo(f"axis {fits[0]}: the only one with as many elements as scale ({length})", err=True)
+    return fits[0]
+
+
+def linear_arguments(src: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The source, and the arguments that the ONNX operators share; their options are taken out."""
+    from chunkq.store import open_source
+
+    given = {name: options.pop(name) for name in LINEAR_NAMES}
+    if given["scale"] is None:
+        raise SpecError("argument", "--scale is missing, and SRC is no group that brings its own")
+    source = open_source(src)
+    scale, zero_point = read_parameter("--scale", given["scale"]), read_parameter("--zero-point", given["zero_point"])
+    axis, block_size = given["axis"], _block_size(given["block_size"])
+    if axis is None and not block_size:
+        axis, scale, zero_point = _lying_on_one_axis(source, scale, zero_point)
+    return source, {
+        "scale": scale,
+        "zero_point": zero_point,
+        "axis": _axis_for(source, scale, axis, block_size),
+        "block_size": block_size,
+        "x_dtype": given["x_dtype"],
+        "scale_dtype": given["scale_dtype"],
+    }
+
+
+def _block_size(text: str | None) -> int | tuple[int, ...]:
+    sizes = numbers("--block-size", text) or (0,)
+    return sizes[0] if len(sizes) == 1 else sizes
+
+
+def agreeing(source: Any, stored: DequantizeLinear, options: dict[str, Any]) -> None:
+    """Take the parameters' options out, and refuse what disagrees with the operator of a quantized group."""
+    given = {name: options.pop(name) for name in LINEAR_NAMES}
+    rank = len(source.shape)
+    said: dict[str, tuple[Any, Any]] = {}
+    for name in ("scale", "zero_point"):
+        if given[name] is not None and not _is_stored(name, getattr(stored, name), given[name]):
+            raise SpecError("metadata", f"{_option(name)} {given[name]} is not what SRC brings along; leave it out")
+    if given["axis"] is not None and not isinstance(stored.block_size, tuple) and rank:
+        said["axis"] = (stored.axis % rank, given["axis"] % rank)
+    if given["block_size"] is not None:
+        said["block_size"] = (stored.block_size, _block_size(given["block_size"]))
+    for name, array in (("x_dtype", source), ("scale_dtype", stored.scale)):
+        if given[name] is not None:
+            said[name] = (element_of(name, array, None, tuple(ELEMENT_TYPES)), optional_type(name, given[name]))
+    for name, (own, asked) in said.items():
+        if own != asked:
+            raise SpecError("metadata", f"{_option(name)} {asked} disagrees with SRC, which says {own}; leave it out")
+
+
+def _is_stored(name: str, own: Any, text: str) -> bool:
+    """Whether a parameter given as well is the stored one (a large one is not read for that)."""
+    if own is None or kind(own) == "zarr":
+        return False
+    asked = np.asarray(parameter(name, read_parameter(_option(name), text), str(own.dtype)))
+    return bool(asked.dtype == own.dtype and asked.tolist() == own.tolist())
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
