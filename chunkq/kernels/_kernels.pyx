@@ -63,6 +63,7 @@ cdef enum:
     TILE = 1024          # elements; input, output and four parameter tiles stay in L1
     SHORT_RUN = 32       # parameter runs below this are expanded into a tile
     ITEM = 16384         # elements one thread takes at a time
+    COLUMNS = 4096       # and how many of a row, where parameters advance along it and are used again by the next
     MAX_PARAMS = 4
     N_SETTINGS = 15
 
@@ -89,6 +90,8 @@ cdef struct Job:
     bint shifted                             # whether there is a zero point, where zeros have signs
     bint staged, advancing, stream
     Py_ssize_t x_size, y_size
+    Py_ssize_t run, run_phase                # where not advancing: step of what changes along a row, or 0
+    Py_ssize_t moves[MAX_PARAMS]             # 1 for what does
     Py_ssize_t total, row, rows              # elements, elements per row, rows (the last may be short)
     Py_ssize_t columns, row_block, row_blocks   # an item is row_block rows by columns elements
 
@@ -229,10 +232,11 @@ cdef inline real fake_quantize(real x, real il, real ih, real ol, real oh, real 
     return y if y == y else <real>NAN
 
 
-cdef void constant(const Job* job, Py_ssize_t n, const real* x, real* y, const real* v, real top) noexcept nogil:
+cdef void constant(const Job* job, Py_ssize_t n, const real* x, real* y, real v0, real v1, real v2, real v3,
+                   real top) noexcept nogil:
     """The formula over n elements that share one value of every parameter."""
     cdef Py_ssize_t i
-    cdef real v0 = v[0], v1 = v[1], v2, v3, low = <real>job.low, high = <real>job.high
+    cdef real low = <real>job.low, high = <real>job.high
     if job.op == DEQUANTIZE_LINEAR:
         for i in range(n):
             y[i] = dequantize(x[i], v0, v1)
@@ -243,8 +247,6 @@ cdef void constant(const Job* job, Py_ssize_t n, const real* x, real* y, const r
         for i in range(n):
             y[i] = dequantize(quantize(x[i], v0, v1, low, high), v0, v1)
     else:
-        v2 = v[2]
-        v3 = v[3]
         for i in range(n):
             y[i] = fake_quantize(x[i], v0, v1, v2, v3, top)
 
@@ -352,32 +354,53 @@ cdef void expand(real* tile, Py_ssize_t n, const real* p, Py_ssize_t step, Py_ss
         end += step
 
 
+cdef void in_runs(const Job* job, Py_ssize_t n, const real* x, real* y, const real** row, Py_ssize_t c,
+                  real top) noexcept nogil:
+    """A tile that begins at column c, in runs over which no parameter changes; row[p] is where p's values begin."""
+    cdef Py_ssize_t i = 0, m = n, k = 0, step = job.run
+    cdef Py_ssize_t k0, k1, k2 = 0, k3 = 0
+    cdef bint four = job.n_params == 4
+    if step:
+        k = (job.run_phase + c) // step
+        m = min(n, step - (job.run_phase + c) % step)
+    while i < n:
+        k0, k1 = k * job.moves[0], k * job.moves[1]
+        if four:
+            k2, k3 = k * job.moves[2], k * job.moves[3]
+            constant(job, m, x + i, y + i, row[0][k0], row[1][k1], row[2][k2], row[3][k3], top)
+        else:
+            constant(job, m, x + i, y + i, row[0][k0], row[1][k1], <real>0, <real>0, top)
+        i += m
+        k += 1
+        m = min(step, n - i)
+
+
 cdef void run_item(const Job* job, Py_ssize_t item, real top) noexcept nogil:
     """Compute one item: a range of rows by a range of columns."""
     cdef real x_tile[TILE]
     cdef real y_tile[TILE]
     cdef real p_tile[MAX_PARAMS][TILE]
-    cdef real values[MAX_PARAMS]
     cdef const real* pointers[MAX_PARAMS]
     cdef const real* params[MAX_PARAMS]
-    cdef Py_ssize_t base[MAX_PARAMS]
-    cdef Py_ssize_t filled[MAX_PARAMS]
+    cdef const real* filled[MAX_PARAMS]
+    cdef const real* row[MAX_PARAMS]         # where the values of this row begin
     cdef Py_ssize_t steps[MAX_PARAMS]
     cdef Py_ssize_t phases[MAX_PARAMS]
     cdef Py_ssize_t n_axes = job.n_axes, start = item // job.row_blocks * job.columns
     cdef Py_ssize_t first = item % job.row_blocks * job.row_block
     cdef Py_ssize_t last = min(first + job.row_block, job.rows)
-    cdef Py_ssize_t r, c, end, n, at, run
+    cdef Py_ssize_t r, c, end, n, at
+    cdef const real* x
     cdef int p
     for p in range(job.n_params):
         params[p] = <const real*>job.params[p]
         steps[p] = job.geometry[(3 * p + 2) * n_axes - 1]
         phases[p] = job.geometry[(3 * p + 3) * n_axes - 1]
-        filled[p] = -1
+        filled[p] = NULL
     for r in range(first, last):
         end = min(start + job.columns, min(job.row, job.total - r * job.row))
         for p in range(job.n_params):
-            base[p] = row_offset(job, p, r)
+            row[p] = params[p] + row_offset(job, p, r)
         c = start
         while c < end:
             at = r * job.row + c
@@ -385,26 +408,21 @@ cdef void run_item(const Job* job, Py_ssize_t item, real top) noexcept nogil:
             if job.stream:
                 # end on a cache line, so that every later tile starts on one
                 n = min(n, TILE - <Py_ssize_t>((<uintptr_t>job.y + at * job.y_size) & 63) // job.y_size)
+            x = load(job, at, n, x_tile)
             if job.advancing:
                 for p in range(job.n_params):
                     if steps[p] == 1:
-                        pointers[p] = params[p] + base[p] + c
+                        pointers[p] = row[p] + c
                         continue
                     pointers[p] = p_tile[p]
                     if steps[p]:
-                        expand(p_tile[p], n, params[p] + base[p], steps[p], phases[p] + c)
-                    elif filled[p] != base[p]:
-                        expand(p_tile[p], TILE, params[p] + base[p], TILE, 0)
-                        filled[p] = base[p]
-                advancing(job, n, load(job, at, n, x_tile), y_tile, pointers, top)
+                        expand(p_tile[p], n, row[p], steps[p], phases[p] + c)
+                    elif filled[p] != row[p]:
+                        expand(p_tile[p], TILE, row[p], TILE, 0)
+                        filled[p] = row[p]
+                advancing(job, n, x, y_tile, pointers, top)
             else:
-                for p in range(job.n_params):
-                    run = base[p]
-                    if steps[p]:
-                        run += (phases[p] + c) // steps[p]
-                        n = min(n, steps[p] - (phases[p] + c) % steps[p])
-                    values[p] = params[p][run]
-                constant(job, n, load(job, at, n, x_tile), y_tile, values, top)
+                in_runs(job, n, x, y_tile, row, c, top)
             store(job, at, n, y_tile)
             c += n
     if job.stream:
@@ -429,14 +447,14 @@ cdef void run_items(const Job* job, Py_ssize_t items, real top, int n_threads) n
 
 cdef void split_into_items(Job* job) noexcept nogil:
     """Row slices where rows are long; rows by a column tile where parameters advance, to keep them in L1."""
-    job.columns = min(job.row, <Py_ssize_t>(TILE if job.advancing and job.rows > 1 else ITEM))
+    job.columns = min(job.row, <Py_ssize_t>(COLUMNS if job.advancing and job.rows > 1 else ITEM))
     job.row_block = max(<Py_ssize_t>1, ITEM // job.columns)
     job.row_blocks = (job.rows + job.row_block - 1) // job.row_block
 
 
 cdef bint prepare(Job* job, const Py_ssize_t[:, ::1] geometry, const Py_ssize_t* lengths) except -1:
     """Fill in the geometry; refuse one that would reach outside a buffer. False where there is nothing to do."""
-    cdef Py_ssize_t d, reach, step, last, stride, n = geometry.shape[1]
+    cdef Py_ssize_t d, reach, step, last, stride, phase, n = geometry.shape[1]
     cdef int p
     if n < 1 or geometry.shape[0] != 3 * job.n_params + 1:
         raise ValueError("geometry has the wrong shape")
@@ -455,6 +473,7 @@ cdef bint prepare(Job* job, const Py_ssize_t[:, ::1] geometry, const Py_ssize_t*
     if reach != job.rows:
         raise ValueError("geometry does not cover the tensor")
     job.advancing = job.staged
+    job.run = job.run_phase = 0
     for p in range(job.n_params):
         reach = 0
         for d in range(n):
@@ -475,8 +494,12 @@ cdef bint prepare(Job* job, const Py_ssize_t[:, ::1] geometry, const Py_ssize_t*
         step = geometry[3 * p + 1, n - 1]
         if step and geometry[3 * p + 3, n - 1] != 1 or step == 1 and geometry[3 * p + 2, n - 1]:
             raise ValueError("geometry's row is not dense")
-        if 0 < step < SHORT_RUN:
+        phase = geometry[3 * p + 2, n - 1]
+        job.moves[p] = step != 0
+        if 0 < step < SHORT_RUN or step and job.run and (step != job.run or phase != job.run_phase):
             job.advancing = True
+        if step:
+            job.run, job.run_phase = step, phase
     split_into_items(job)
     return True
 

@@ -108,8 +108,25 @@ static void cq_load_bf16(const uint16_t *x, float *t, ptrdiff_t n) {
     }
 }
 
+#ifdef __AVX2__
+static inline __m256i cq_8_to_bf16(const float *t) {
+    __m256 v = _mm256_loadu_ps(t);
+    __m256i u = _mm256_castps_si256(v), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    u = _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(u, _mm256_set1_epi32(0x7fc0), nan);
+}
+#endif
+
 static void cq_store_bf16(const float *t, uint16_t *y, ptrdiff_t n) {
-    for (ptrdiff_t i = 0; i < n; i++) y[i] = cq_f32_to_bf16(t[i]);
+    ptrdiff_t i = 0;
+#ifdef __AVX2__
+    for (; i + 16 <= n; i += 16) {
+        __m256i packed = _mm256_packus_epi32(cq_8_to_bf16(t + i), cq_8_to_bf16(t + i + 8));
+        _mm256_storeu_si256((__m256i *)(y + i), _mm256_permute4x64_epi64(packed, 0xd8)); /* 0 2 1 3 */
+    }
+#endif
+    for (; i < n; i++) y[i] = cq_f32_to_bf16(t[i]);
 }
 
 /* A float of 8 bits or fewer, one in a byte: sign, exponent, mantissa from the top, bits above the width ignored.
