@@ -165,7 +165,7 @@ def element_type(argument: str, value: Any, allowed: tuple[str, ...]) -> str:
     if name is None:
         try:
             name = _NAMES.get(np.dtype(value)) if value is not None else None
-        except TypeError:
+        except (TypeError, ValueError):  # NumPy has one for each kind of nonsense
             name = None
     if name not in allowed:
         raise SpecError("dtype", f"{argument}={value!r}: expected one of {', '.join(allowed)}")

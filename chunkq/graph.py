@@ -22,6 +22,7 @@ from chunkq.operands import declare
 from chunkq.run import Array, check_values, refuse_masked, run_chunk
 from chunkq.spec import ParamSpec, QuantSpec, Region, Shape
 from chunkq.store import Handle, ZarrArray, object_shape, open_source
+from chunkq.transport import teach_distributed
 
 if TYPE_CHECKING:
     from chunkq.ops import Operator
@@ -121,20 +122,27 @@ def _cut_in_graph(param: ParamSpec, value: Any, chunks: Chunks) -> Any:
     lazy = isinstance(value, da.Array)
     value = value[tuple(0 if axis < 0 else slice(None) for axis in param.axes)]
     value = value[tuple(slice(None) if axis in param.axes else None for axis in range(len(chunks)))]
-    pieces = []
-    for axis, (k, lengths) in enumerate(zip(param.steps, chunks, strict=True)):
-        edge = (0, *accumulate(lengths))
-        cuts = [(a // k, -(-b // k)) for a, b in pairwise(edge)] if k else [(0, 1)]
+    cuts_of = [_cuts(k, lengths) for k, lengths in zip(param.steps, chunks, strict=True)]
+    pieces = tuple(tuple(b - a for a, b in cuts) for cuts in cuts_of)
+    # axes that are split come before axes that are joined: no task on the way holds more than it begins or ends with
+    splits_first = sorted(range(len(chunks)), key=lambda a: lazy and max(pieces[a]) > max(value.chunks[a]))
+    for axis in splits_first:
+        k, cuts = param.steps[axis], cuts_of[axis]
+        edge = (0, *accumulate(chunks[axis]))
         if k and any(a % k for a in edge[:-1]):
             # neighbouring blocks of x share an element there: it is repeated
             along = (slice(None),) * axis
             parts = [value[(*along, slice(a, b))] for a, b in cuts]
             value = (da if lazy else np).concatenate(parts, axis=axis)
-        pieces.append(tuple(b - a for a, b in cuts))
         if lazy:
             # one axis at a time: fewer tasks than all at once
-            value = value.rechunk({axis: pieces[-1]})
-    return value if lazy else da.from_array(value, chunks=tuple(pieces))
+            value = value.rechunk({axis: pieces[axis]})
+    return value if lazy else da.from_array(value, chunks=pieces)
+
+
+def _cuts(k: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """What each block of x needs of a parameter along one axis."""
+    return [(a // k, -(-b // k)) for a, b in pairwise((0, *accumulate(lengths)))] if k else [(0, 1)]
 
 
 def _meta(spec: QuantSpec) -> Array:
@@ -175,6 +183,7 @@ def from_dask(op: Operator, x: Any) -> Any:
     if any(n != n for lengths in x.chunks for n in lengths):
         raise SpecError("shape", "x has unknown chunk sizes; call x.compute_chunk_sizes() first")
     _refuse_foreign("x", x)
+    teach_distributed()
     spec, params = op.bind_array(x)
     return _apply_to_dask(spec, params, _held(spec, params), declare("x", x, spec.x_dtype))
 
@@ -208,6 +217,7 @@ def from_zarr(op: Operator, array: ZarrArray) -> Any:
         Reasons of the operator; ``source`` for chunks of varying size.
     """
     open_source(array, "x")
+    teach_distributed()
     spec, params = op.bind_array(array)
     chunks = grid.split(spec.shape, block_shape(spec, array))
     read = Read(Handle(array, spec.x_dtype), _edges(chunks))
@@ -218,3 +228,6 @@ def from_zarr(op: Operator, array: ZarrArray) -> Any:
         return _apply_to_dask(spec, params, held, x)
     meta = _meta(spec)
     return da.map_blocks(Apply(spec, read, held, read.edges), chunks=chunks, dtype=meta.dtype, meta=meta)
+
+
+teach_distributed()  # workers come here with the first task

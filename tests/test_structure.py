@@ -14,7 +14,7 @@ PACKAGE = Path(chunkq.__file__).parent
 # a module may import those of earlier rows
 ORDER = [
     {"errors"},
-    {"dtypes", "memory"},
+    {"dtypes", "memory", "transport"},
     {"spec", "grid", "kernels", "packing"},
     {"threads", "store"},
     {"run", "target"},

@@ -28,7 +28,7 @@ cdef extern from "elements.h" nogil:
     void cq_store_f16(const float*, uint16_t*, Py_ssize_t)
     void cq_load_bf16(const uint16_t*, float*, Py_ssize_t)
     void cq_store_bf16(const float*, uint16_t*, Py_ssize_t)
-    void cq_load_minifloat(const uint8_t*, float*, Py_ssize_t, const cq_minifloat*)
+    void cq_load_minifloat(const uint8_t*, float*, Py_ssize_t, const cq_minifloat*, float, float, int)
     void cq_store_minifloat(const float*, uint8_t*, Py_ssize_t, const cq_minifloat*, int32_t)
     void cq_stream(void*, const void*, Py_ssize_t)
     void cq_fence()
@@ -88,6 +88,7 @@ cdef struct Job:
     int32_t low, high, over                  # the quantized type's range; the code of what is above it
     cq_minifloat mini                        # the quantized type; of other narrow types than minifloats the width only
     bint shifted                             # whether there is a zero point, where zeros have signs
+    bint in_place                            # whether results are computed in y itself
     bint staged, advancing, stream
     Py_ssize_t x_size, y_size
     Py_ssize_t run, run_phase                # where not advancing: step of what changes along a row, or 0
@@ -108,38 +109,48 @@ cdef Py_ssize_t element_size(int code) noexcept nogil:
 
 # ---- load and store: one branch per element type
 
-cdef void decode(const Job* job, const char* x, Py_ssize_t n, float* tile) noexcept nogil:
-    """x in float32."""
+cdef inline float dequantize(float x, float scale, float zero_point) noexcept nogil:
+    # ONNX DequantizeLinear-13: the difference of narrow types is exact in float32, then one multiplication.
+    return (x - zero_point) * scale
+
+
+cdef inline float decoded(float v, float scale, float zero_point, bint dequantized) noexcept nogil:
+    return dequantize(v, scale, zero_point) if dequantized else v
+
+
+cdef inline void decode(const Job* job, const char* x, Py_ssize_t n, float* tile, float scale, float zero_point,
+                        bint dequantized) noexcept nogil:
+    """x in float32; where one scale and zero point go for all, dequantized as well (the caller's constant)."""
     cdef Py_ssize_t i
     cdef int shift
     if job.x_code == UINT8:
         for i in range(n):
-            tile[i] = <float>(<const uint8_t*>x)[i]
+            tile[i] = decoded(<float>(<const uint8_t*>x)[i], scale, zero_point, dequantized)
     elif job.x_code == INT8:
         for i in range(n):
-            tile[i] = <float>(<const int8_t*>x)[i]
+            tile[i] = decoded(<float>(<const int8_t*>x)[i], scale, zero_point, dequantized)
     elif job.x_code == UINT16:
         for i in range(n):
-            tile[i] = <float>(<const uint16_t*>x)[i]
+            tile[i] = decoded(<float>(<const uint16_t*>x)[i], scale, zero_point, dequantized)
     elif job.x_code == INT16:
         for i in range(n):
-            tile[i] = <float>(<const int16_t*>x)[i]
+            tile[i] = decoded(<float>(<const int16_t*>x)[i], scale, zero_point, dequantized)
     elif job.x_code == INT32:
         for i in range(n):
-            tile[i] = <float>(<const int32_t*>x)[i]
+            tile[i] = decoded(<float>(<const int32_t*>x)[i], scale, zero_point, dequantized)
     elif job.x_code == UINT_BITS:
         for i in range(n):
-            tile[i] = <float>((<const uint8_t*>x)[i] & job.high)
+            tile[i] = decoded(<float>((<const uint8_t*>x)[i] & job.high), scale, zero_point, dequantized)
     elif job.x_code == INT_BITS:
         shift = 32 - job.mini.width
         for i in range(n):
-            tile[i] = <float>(<int32_t>(<uint32_t>(<const uint8_t*>x)[i] << shift) >> shift)
+            tile[i] = decoded(<float>(<int32_t>(<uint32_t>(<const uint8_t*>x)[i] << shift) >> shift), scale, zero_point, dequantized)
     elif job.x_code == FLOAT16:
         cq_load_f16(<const uint16_t*>x, tile, n)
     elif job.x_code == BFLOAT16:
         cq_load_bf16(<const uint16_t*>x, tile, n)
     else:
-        cq_load_minifloat(<const uint8_t*>x, tile, n, &job.mini)
+        cq_load_minifloat(<const uint8_t*>x, tile, n, &job.mini, scale, zero_point, dequantized)
 
 
 cdef const real* load(const Job* job, Py_ssize_t at, Py_ssize_t n, real* tile) noexcept nogil:
@@ -147,7 +158,7 @@ cdef const real* load(const Job* job, Py_ssize_t at, Py_ssize_t n, real* tile) n
     cdef const char* x = job.x + at * job.x_size
     if real is float:
         if job.x_code != FLOAT32:
-            decode(job, x, n, tile)
+            decode(job, x, n, tile, 1, 0, False)
             return tile
     return <const real*>x
 
@@ -181,29 +192,21 @@ cdef void encode(const Job* job, int code, Py_ssize_t n, const float* tile, char
 
 
 cdef void store(const Job* job, Py_ssize_t at, Py_ssize_t n, const real* tile) noexcept nogil:
-    """Write the tile to y[at : at + n] in y's type."""
+    """Write the tile to y[at : at + n]: in y's type, or past the caches."""
     cdef char* y = job.y + at * job.y_size
     cdef char encoded[2 * TILE]
     cdef const void* source = tile
     if real is float:
+        if not job.stream:
+            encode(job, job.y_code, n, <const float*>tile, y)
+            return
         if job.y_code != FLOAT32:
-            if not job.stream:
-                encode(job, job.y_code, n, <const float*>tile, y)
-                return
             encode(job, job.y_code, n, <const float*>tile, encoded)
             source = encoded
-    if job.stream:
-        cq_stream(y, source, n * job.y_size)
-    else:
-        memcpy(y, source, n * job.y_size)
+    cq_stream(y, source, n * job.y_size)
 
 
 # ---- the formulas
-
-cdef inline real dequantize(real x, real scale, real zero_point) noexcept nogil:
-    # ONNX DequantizeLinear-13: the difference of narrow types is exact in float32, then one multiplication.
-    return (x - zero_point) * scale
-
 
 cdef inline real quantize(real x, real scale, real zero_point, real low, real high) noexcept nogil:
     # ONNX QuantizeLinear-13: divided, rounded, only then shifted; saturated before it becomes an integer; NaN gives low
@@ -237,10 +240,7 @@ cdef void constant(const Job* job, Py_ssize_t n, const real* x, real* y, real v0
     """The formula over n elements that share one value of every parameter."""
     cdef Py_ssize_t i
     cdef real low = <real>job.low, high = <real>job.high
-    if job.op == DEQUANTIZE_LINEAR:
-        for i in range(n):
-            y[i] = dequantize(x[i], v0, v1)
-    elif job.op == QUANTIZE_LINEAR:
+    if job.op == QUANTIZE_LINEAR:
         for i in range(n):
             y[i] = quantize(x[i], v0, v1, low, high)
     elif job.op == QUANTIZE_DEQUANTIZE:
@@ -291,7 +291,7 @@ cdef void round_to(const Job* job, int code, Py_ssize_t n, const float* x, float
     elif code == BFLOAT16:
         cq_load_bf16(<const uint16_t*>encoded, y, n)
     else:
-        cq_load_minifloat(<const uint8_t*>encoded, y, n, &job.mini)
+        cq_load_minifloat(<const uint8_t*>encoded, y, n, &job.mini, 1, 0, False)
 
 
 cdef void in_stages(const Job* job, Py_ssize_t n, const float* x, float* y, const float* scale,
@@ -354,18 +354,24 @@ cdef void expand(real* tile, Py_ssize_t n, const real* p, Py_ssize_t step, Py_ss
         end += step
 
 
-cdef void in_runs(const Job* job, Py_ssize_t n, const real* x, real* y, const real** row, Py_ssize_t c,
+cdef void in_runs(const Job* job, Py_ssize_t at, Py_ssize_t n, real* x_tile, real* y, const real** row, Py_ssize_t c,
                   real top) noexcept nogil:
-    """A tile that begins at column c, in runs over which no parameter changes; row[p] is where p's values begin."""
+    """x[at : at + n], from column c on, in runs over which no parameter changes; row[p] is where p's values begin."""
+    cdef const real* x = NULL
     cdef Py_ssize_t i = 0, m = n, k = 0, step = job.run
     cdef Py_ssize_t k0, k1, k2 = 0, k3 = 0
     cdef bint four = job.n_params == 4
     if step:
         k = (job.run_phase + c) // step
         m = min(n, step - (job.run_phase + c) % step)
+    if job.op != DEQUANTIZE_LINEAR:
+        x = load(job, at, n, x_tile)
     while i < n:
         k0, k1 = k * job.moves[0], k * job.moves[1]
-        if four:
+        if job.op == DEQUANTIZE_LINEAR:
+            if real is float:
+                decode(job, job.x + (at + i) * job.x_size, m, y + i, row[0][k0], row[1][k1], True)
+        elif four:
             k2, k3 = k * job.moves[2], k * job.moves[3]
             constant(job, m, x + i, y + i, row[0][k0], row[1][k1], row[2][k2], row[3][k3], top)
         else:
@@ -390,7 +396,7 @@ cdef void run_item(const Job* job, Py_ssize_t item, real top) noexcept nogil:
     cdef Py_ssize_t first = item % job.row_blocks * job.row_block
     cdef Py_ssize_t last = min(first + job.row_block, job.rows)
     cdef Py_ssize_t r, c, end, n, at
-    cdef const real* x
+    cdef real* y
     cdef int p
     for p in range(job.n_params):
         params[p] = <const real*>job.params[p]
@@ -408,7 +414,9 @@ cdef void run_item(const Job* job, Py_ssize_t item, real top) noexcept nogil:
             if job.stream:
                 # end on a cache line, so that every later tile starts on one
                 n = min(n, TILE - <Py_ssize_t>((<uintptr_t>job.y + at * job.y_size) & 63) // job.y_size)
-            x = load(job, at, n, x_tile)
+            y = y_tile
+            if job.in_place:
+                y = <real*>(job.y + at * job.y_size)
             if job.advancing:
                 for p in range(job.n_params):
                     if steps[p] == 1:
@@ -420,10 +428,11 @@ cdef void run_item(const Job* job, Py_ssize_t item, real top) noexcept nogil:
                     elif filled[p] != row[p]:
                         expand(p_tile[p], TILE, row[p], TILE, 0)
                         filled[p] = row[p]
-                advancing(job, n, x, y_tile, pointers, top)
+                advancing(job, n, load(job, at, n, x_tile), y, pointers, top)
             else:
-                in_runs(job, n, x, y_tile, row, c, top)
-            store(job, at, n, y_tile)
+                in_runs(job, at, n, x_tile, y, row, c, top)
+            if not job.in_place:
+                store(job, at, n, y)
             c += n
     if job.stream:
         cq_fence()
@@ -556,10 +565,12 @@ cdef int launch(real top, const Py_ssize_t[::1] settings, const unsigned char[::
     cdef Job job
     cdef Py_ssize_t lengths[MAX_PARAMS]
     cdef Py_ssize_t items
-    read_settings(&job, settings, FLOAT32 if real is float else FLOAT64)
+    cdef int own = FLOAT32 if real is float else FLOAT64
+    read_settings(&job, settings, own)
     if n_threads < 1:
         raise ValueError(f"n_threads {n_threads} is out of range")
     job.stream = stream
+    job.in_place = not stream and job.y_code == own
     job.x_size, job.y_size = element_size(job.x_code), element_size(job.y_code)
     job.total = x.shape[0] // job.x_size
     if x.shape[0] != job.total * job.x_size or y.shape[0] != job.total * job.y_size:

@@ -81,14 +81,22 @@ static void cq_load_f16(const uint16_t *x, float *t, ptrdiff_t n) {
     for (; i < n; i++) t[i] = cq_f16_to_f32(x[i]);
 }
 
+/* Whether any of 16 values is NaN, by one comparison. Blending the canonical one in would cost as much as the rest. */
+#ifdef __AVX2__
+#define CQ_NAN_AMONG(a, b) _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q))
+#endif
+
 static void cq_store_f16(const float *t, uint16_t *y, ptrdiff_t n) {
     ptrdiff_t i = 0;
-#ifdef __F16C__
-    for (; i + 8 <= n; i += 8) {
-        __m256 v = _mm256_loadu_ps(t + i);
-        __m256 nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
-        v = _mm256_blendv_ps(v, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), nan);
-        _mm_storeu_si128((__m128i *)(y + i), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#if defined(__F16C__) && defined(__AVX2__)
+    for (; i + 16 <= n; i += 16) {
+        __m256 a = _mm256_loadu_ps(t + i), b = _mm256_loadu_ps(t + i + 8);
+        if (CQ_NAN_AMONG(a, b)) {
+            for (ptrdiff_t k = i; k < i + 16; k++) y[k] = cq_f32_to_f16(t[k]);
+            continue;
+        }
+        _mm_storeu_si128((__m128i *)(y + i), _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+        _mm_storeu_si128((__m128i *)(y + i + 8), _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }
 #endif
     for (; i < n; i++) y[i] = cq_f32_to_f16(t[i]);
@@ -109,12 +117,9 @@ static void cq_load_bf16(const uint16_t *x, float *t, ptrdiff_t n) {
 }
 
 #ifdef __AVX2__
-static inline __m256i cq_8_to_bf16(const float *t) {
-    __m256 v = _mm256_loadu_ps(t);
+static inline __m256i cq_8_to_bf16(__m256 v) {
     __m256i u = _mm256_castps_si256(v), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
-    u = _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
-    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-    return _mm256_blendv_epi8(u, _mm256_set1_epi32(0x7fc0), nan);
+    return _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
 }
 #endif
 
@@ -122,7 +127,12 @@ static void cq_store_bf16(const float *t, uint16_t *y, ptrdiff_t n) {
     ptrdiff_t i = 0;
 #ifdef __AVX2__
     for (; i + 16 <= n; i += 16) {
-        __m256i packed = _mm256_packus_epi32(cq_8_to_bf16(t + i), cq_8_to_bf16(t + i + 8));
+        __m256 a = _mm256_loadu_ps(t + i), b = _mm256_loadu_ps(t + i + 8);
+        if (CQ_NAN_AMONG(a, b)) {
+            for (ptrdiff_t k = i; k < i + 16; k++) y[k] = cq_f32_to_bf16(t[k]);
+            continue;
+        }
+        __m256i packed = _mm256_packus_epi32(cq_8_to_bf16(a), cq_8_to_bf16(b));
         _mm256_storeu_si256((__m256i *)(y + i), _mm256_permute4x64_epi64(packed, 0xd8)); /* 0 2 1 3 */
     }
 #endif
@@ -140,13 +150,15 @@ typedef struct {
 #define CQ_F16_WAY 1
 /* 16 at a time by way of float16, which has the same fields in other places: moved there they are off by a power of two
    alone. Returns how many were done: it stops before NaN, infinities, and exponents that float16 has other uses for. */
-static ptrdiff_t cq_load_minifloat_f16(const uint8_t *x, float *t, ptrdiff_t n, const cq_minifloat *f) {
+static inline ptrdiff_t cq_load_minifloat_f16(const uint8_t *x, float *t, ptrdiff_t n, const cq_minifloat *f,
+                                              float scale, float zero_point, int dequantize) {
     const int sign = 1 << (f->width - 1), plain = f->width - f->mantissa == 6 && f->max > 0x7b ? 0x7b : f->max;
     const __m128i all = _mm_set1_epi8((char)(2 * sign - 1)), below = _mm_set1_epi8((char)(sign - 1));
     const __m128i most = _mm_set1_epi8((char)plain), minus_zero = _mm_set1_epi8((char)sign);
     const __m256i magnitude = _mm256_set1_epi16((short)(sign - 1)), top = _mm256_set1_epi16((short)sign);
     const __m128i to_exponent = _mm_cvtsi32_si128(10 - f->mantissa), to_sign = _mm_cvtsi32_si128(16 - f->width);
     const __m256 rebias = _mm256_set1_ps(cq_float((uint32_t)(142 - f->bias) << 23));
+    const __m256 s = _mm256_set1_ps(scale), z = _mm256_set1_ps(zero_point);
     const int no_minus_zero = f->nan == sign;
     ptrdiff_t i = 0;
     for (; i + 16 <= n; i += 16) {
@@ -157,14 +169,21 @@ static ptrdiff_t cq_load_minifloat_f16(const uint8_t *x, float *t, ptrdiff_t n, 
         __m256i w = _mm256_cvtepu8_epi16(b);
         w = _mm256_or_si256(_mm256_sll_epi16(_mm256_and_si256(w, magnitude), to_exponent),
                             _mm256_sll_epi16(_mm256_and_si256(w, top), to_sign));
-        _mm256_storeu_ps(t + i, _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(w)), rebias));
-        _mm256_storeu_ps(t + i + 8, _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(w, 1)), rebias));
+        __m256 a = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(w)), rebias);
+        __m256 c = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(w, 1)), rebias);
+        if (dequantize) {
+            a = _mm256_mul_ps(_mm256_sub_ps(a, z), s);
+            c = _mm256_mul_ps(_mm256_sub_ps(c, z), s);
+        }
+        _mm256_storeu_ps(t + i, a);
+        _mm256_storeu_ps(t + i + 8, c);
     }
     return i;
 }
 #endif
 
-static void cq_load_minifloat_any(const uint8_t *x, float *t, ptrdiff_t n, const cq_minifloat *f) {
+static inline void cq_load_minifloat_any(const uint8_t *x, float *t, ptrdiff_t n, const cq_minifloat *f, float scale,
+                                         float zero_point, int dequantize) {
     const int32_t sign = 1 << (f->width - 1), below = sign - 1, first_normal = 1 << f->mantissa;
     const int32_t to_sign = 32 - f->width, to_exponent = 23 - f->mantissa, rebias = (127 - f->bias) << 23;
     const int32_t max = f->max, inf = f->inf, no_minus_zero = f->nan == sign ? sign : -1;
@@ -176,21 +195,24 @@ static void cq_load_minifloat_any(const uint8_t *x, float *t, ptrdiff_t n, const
         u = code == inf ? 0x7f800000u : u;
         u |= (uint32_t)(all & sign) << to_sign;
         int nan = ((code > max) & (code != inf)) | (all == no_minus_zero);
-        t[i] = cq_float(nan ? 0x7fc00000u : u);
+        float v = cq_float(nan ? 0x7fc00000u : u);
+        t[i] = dequantize ? (v - zero_point) * scale : v;
     }
 }
 
-static void cq_load_minifloat(const uint8_t *x, float *t, ptrdiff_t n, const cq_minifloat *f) {
+/* In float32; with `dequantize`, which should be a constant, (value - zero_point) * scale. */
+static inline void cq_load_minifloat(const uint8_t *x, float *t, ptrdiff_t n, const cq_minifloat *f, float scale,
+                                     float zero_point, int dequantize) {
     ptrdiff_t i = 0;
 #ifdef CQ_F16_WAY
     while (i + 16 <= n) {
-        i += cq_load_minifloat_f16(x + i, t + i, n - i, f);
+        i += cq_load_minifloat_f16(x + i, t + i, n - i, f, scale, zero_point, dequantize);
         if (i + 16 > n) break;
-        cq_load_minifloat_any(x + i, t + i, 16, f);
+        cq_load_minifloat_any(x + i, t + i, 16, f, scale, zero_point, dequantize);
         i += 16;
     }
 #endif
-    cq_load_minifloat_any(x + i, t + i, n - i, f);
+    cq_load_minifloat_any(x + i, t + i, n - i, f, scale, zero_point, dequantize);
 }
 
 /* To nearest, ties to even; what rounds to more than the largest finite value becomes the code `over`, with its sign. */
