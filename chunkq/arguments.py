@@ -10,10 +10,11 @@ from typing import Any
 import click
 import numpy as np
 
-from chunkq.dtypes import ELEMENT_TYPES
+from chunkq.dtypes import ELEMENT_TYPES, from_holder, to_float32
 from chunkq.errors import SpecError
 from chunkq.linear import DequantizeLinear
 from chunkq.operands import element_of, kind, optional_type, parameter
+from chunkq.spec import normalize_axis
 
 #: Options of every ONNX operator.
 LINEAR_NAMES = ("scale", "zero_point", "axis", "block_size", "x_dtype", "scale_dtype")
@@ -71,12 +72,16 @@ def _lying_on_one_axis(source: Any, scale: Any, zero_point: Any) -> tuple[int | 
 def _axis_of_blocks(source: Any, scale: Any, block_size: int) -> int:
     """The axis along which blocks run: the only one for which the scale has the right shape."""
     shape = tuple(source.shape)
+    if block_size < 0 or len(getattr(scale, "shape", ())) != len(shape):
+        return 1  # not a matter of the axis: the operator says what is wrong
     blocks = [tuple(-(-n // block_size) if a == axis else n for a, n in enumerate(shape)) for axis in range(len(shape))]
     fits = [axis for axis, expected in enumerate(blocks) if getattr(scale, "shape", ()) == expected]
     if len(fits) != 1:
         which = f"axes {' and '.join(map(str, fits))} fit" if fits else "no axis fits"
         found = f"a scale of shape {getattr(scale, 'shape', ())} and x of shape {shape}"
-        raise SpecError("axis", f"blocks of {block_size}, {found}: {which}; pass --axis")
+        everywhere = ",".join([str(block_size)] * len(shape))
+        way = "pass --axis" if fits else f"for blocks along every axis pass --block-size {everywhere}"
+        raise SpecError("axis", f"--block-size {block_size}, {found}: {which}; {way}")
     click.echo(f"axis {fits[0]}: the only one that fits the shape of scale", err=True)
     return fits[0]
 
@@ -95,8 +100,10 @@ def _axis_for(source: Any, scale: Any, axis: int | None, block_size: Any) -> int
     shape = tuple(source.shape)
     fits = [a for a, n in enumerate(shape) if n == length]
     if len(fits) != 1:
-        which = f"axes {' and '.join(map(str, fits))} have that length" if fits else "no axis has that length"
-        raise SpecError("axis", f"scale has {length} elements and x the shape {shape}: {which}; pass --axis")
+        which = (
+            f"axes {' and '.join(map(str, fits))} have that length; pass --axis" if fits else "no axis has that length"
+        )
+        raise SpecError("axis", f"scale has {length} elements and x the shape {shape}: {which}")
     click.echo(f"axis {fits[0]}: the only one with as many elements as scale ({length})", err=True)
     return fits[0]
 
@@ -107,7 +114,7 @@ def linear_arguments(src: str, options: dict[str, Any]) -> tuple[Any, dict[str, 
 
     given = {name: options.pop(name) for name in LINEAR_NAMES}
     if given["scale"] is None:
-        raise SpecError("argument", "--scale is missing, and SRC is no group that brings its own")
+        raise SpecError("argument", "--scale is missing (only a group that chunkq quantize wrote brings its own)")
     source = open_source(src)
     scale, zero_point = read_parameter("--scale", given["scale"]), read_parameter("--zero-point", given["zero_point"])
     axis, block_size = given["axis"], _block_size(given["block_size"])
@@ -137,7 +144,7 @@ def agreeing(source: Any, stored: DequantizeLinear, options: dict[str, Any]) -> 
         if given[name] is not None and not _is_stored(name, getattr(stored, name), given[name]):
             raise SpecError("metadata", f"{_option(name)} {given[name]} is not what SRC brings along; leave it out")
     if given["axis"] is not None and not isinstance(stored.block_size, tuple) and rank:
-        said["axis"] = (stored.axis % rank, given["axis"] % rank)
+        said["axis"] = (stored.axis % rank, normalize_axis(given["axis"], rank))
     if given["block_size"] is not None:
         said["block_size"] = (stored.block_size, _block_size(given["block_size"]))
     for name, array in (("x_dtype", source), ("scale_dtype", stored.scale)):
@@ -152,8 +159,12 @@ def _is_stored(name: str, own: Any, text: str) -> bool:
     """Whether a parameter given as well is the stored one (a large one is not read for that)."""
     if own is None or kind(own) == "zarr":
         return False
-    asked = np.asarray(parameter(name, read_parameter(_option(name), text), str(own.dtype)))
-    return bool(asked.dtype == own.dtype and asked.tolist() == own.tolist())
+    asked = parameter(name, read_parameter(_option(name), text), str(own.dtype))
+    try:
+        asked = from_holder(name, np.asarray(asked[...]), str(own.dtype))
+    except SpecError:
+        return False
+    return bool(asked.shape == own.shape and np.array_equal(to_float32(asked), to_float32(own), equal_nan=True))
 
 
 def _option(name: str) -> str:

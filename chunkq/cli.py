@@ -249,6 +249,8 @@ def _add_operators(group: click.Group, *, planning: bool) -> None:
         DST gets the arrays data, scale and zero_point and the operator's attributes: `chunkq dequantize DST` needs no more.
         """
         source, arguments = linear_arguments(src, options)
+        if dtype is None and not hasattr(arguments["zero_point"], "dtype"):
+            raise SpecError("argument", "--dtype is missing, and there is no zero point array to take it from")
         op = QuantizeLinear(**arguments, output_dtype=dtype, saturate=saturate, precision=precision)
         _go(op, source, dst, {"dry_run": planning} | options)
 

@@ -91,10 +91,11 @@ def run_unit(job: Job, index: int) -> None:
         del x
         step = "writing the target"
         writable(job.target.array)[region] = to_holder(y)
-    except ChunkqError:
+    except RunError:
         raise
     except Exception as error:
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        name = "" if isinstance(error, ChunkqError) else f"{type(error).__name__}: "
+        what = f"{name}{error}".splitlines()[0]
         raise RunError(f"unit {index}, region {_describe(region)}: {step} failed: {what}") from error
 
 

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 Chunks = tuple[tuple[int, ...], ...]
 Edges = tuple[Sequence[int], ...]
 
+#: A lazy array has a task for each block, in memory; a run from zarr to zarr makes them as it goes.
+MOST_BLOCKS = 10_000_000
+
 #: A larger NumPy parameter is cut in the graph. A task holds a smaller one whole, and travels to its worker with it.
 HELD_BYTES = 64 << 10
 
@@ -105,11 +108,20 @@ class Apply:
         if x.shape != expected:
             raise SpecError("shape", f"block {block_id} of x has shape {x.shape}; its chunks promise {expected}")
         values = tuple(
-            np.asarray(next(blocks)) if held is None else _cut(param, held, region)
+            _arrived(param, next(blocks), region) if held is None else _cut(param, held, region)
             for param, held in zip(self.spec.params, self.params, strict=True)
         )
         start = tuple(part.start for part in region)
         return run_chunk(self.spec, x, values, start=start, n_threads=1)
+
+
+def _arrived(param: ParamSpec, block: Any, region: Region) -> Array:
+    """A block of a parameter, if it is what its chunks promise."""
+    refuse_masked(param.name, block)
+    expected = tuple(part.stop - part.start for part in param.region(region))
+    if block.shape != expected:
+        raise SpecError("shape", f"a block of {param.name} has shape {block.shape}; its chunks promise {expected}")
+    return np.asarray(block)
 
 
 def _cut(param: ParamSpec, held: Any, region: Region) -> Array:
@@ -219,6 +231,9 @@ def from_zarr(op: Operator, array: ZarrArray) -> Any:
     open_source(array, "x")
     teach_distributed()
     spec, params = op.bind_array(array)
+    blocks = grid.count(spec.shape, block_shape(spec, array))
+    if blocks > MOST_BLOCKS:
+        raise SpecError("chunks", f"x would have {blocks} blocks, too many for Dask; use chunkq.plan, or larger chunks")
     chunks = grid.split(spec.shape, block_shape(spec, array))
     read = Read(Handle(array, spec.x_dtype), _edges(chunks))
     held = _held(spec, params)

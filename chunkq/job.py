@@ -15,15 +15,25 @@ from typing import Any
 import numpy as np
 
 from chunkq import grid
-from chunkq.dtypes import ELEMENT_TYPES
+from chunkq.dtypes import ELEMENT_TYPES, ZERO_ONLY
 from chunkq.errors import RunError, SpecError
 from chunkq.execute import Job, Progress, Report, cut_params, execute
 from chunkq.memory import MIB, available, format_size, parse_size
-from chunkq.metadata import WRITTEN_OUT, describe
+from chunkq.metadata import OPERATORS, WRITTEN_OUT, describe
 from chunkq.operands import kind
 from chunkq.ops import Operator
+from chunkq.run import check_values
 from chunkq.spec import FORMULAS, QuantSpec, Shape, as_integer
-from chunkq.store import Handle, ZarrArray, local_path, location, missing_objects, object_shape, open_source
+from chunkq.store import (
+    Handle,
+    ZarrArray,
+    local_path,
+    location,
+    missing_objects,
+    object_shape,
+    open_source,
+    refuse_missing,
+)
 from chunkq.target import (
     check_target,
     create_quantized,
@@ -246,6 +256,9 @@ def _bind_zarr(op: Operator, source: ZarrArray) -> tuple[QuantSpec, tuple[Any, .
     for param, value in zip(spec.params, params, strict=True):
         if kind(value) == "dask":
             raise SpecError("argument", f"{param.name} is a Dask array; compute it, or store it as a zarr array first")
+    for index, value in enumerate(params):
+        if isinstance(value, np.ndarray):
+            check_values(spec, index, value)
     return spec, params
 
 
@@ -267,12 +280,12 @@ def plan(
 
     Parameters
     ----------
-    op : DequantizeLinear or FakeQuantize
+    op : DequantizeLinear, QuantizeLinear, QuantizeDequantize or FakeQuantize
         The operator with its parameters (numbers, lists, NumPy or zarr arrays).
     source : str, path, zarr store or zarr.Array
         The tensor, zarr v2 or v3.
     target : str, path or zarr store
-        Where the result goes, as zarr v3.
+        Where the result goes, as zarr v3: an array; of QuantizeLinear a group (see `open_quantized`).
     max_mem : int or str, optional
         Bytes, or "2GiB": resident memory of the whole local run, interpreter and every process included; on a cluster, of
         each worker. Half of the available memory by default (a worker's own limit on a cluster).
@@ -281,7 +294,7 @@ def plan(
     compressors : str or zarr codecs
         "auto" (zstd), "none", "zstd", "blosc", "gzip", each followed by a crc32c checksum; or zarr's own objects.
     overwrite : bool
-        Replace an existing zarr array; nothing else is ever removed.
+        Replace an existing zarr array or group of chunkq's; nothing else is ever removed.
     missing : {"error", "fill"}
         What objects absent from the source mean: an error, or the source's fill value, as zarr has it.
     scheduler : str or distributed.Client, optional
@@ -313,15 +326,15 @@ def plan(
     (1, 24000.0)
     """
     if not isinstance(op, Operator):
-        raise SpecError("argument", f"op is a {type(op).__name__}; expected DequantizeLinear or FakeQuantize")
+        raise SpecError("argument", f"op is a {type(op).__name__}; expected {', '.join(OPERATORS)}")
     if missing not in ("error", "fill"):
         raise SpecError("argument", f"missing={missing!r}: expected 'error' or 'fill'")
     if workers is not None and (as_integer(workers) or 0) < 1:
         raise SpecError("n_threads", f"workers={workers!r}: expected a positive integer or None")
     limit = None if max_mem is None else parse_size(max_mem)
     array = open_source(source)
-    place = check_target(target, array, overwrite)
     spec, params = _bind_zarr(op, array)
+    place = check_target(target, [("source", array), *_zarr_params(spec, params)], overwrite)
     chunks, shards = _target_layout(array, target_chunks, target_shards)
     codecs = resolve_compressors(compressors)
     sizes = ELEMENT_TYPES[spec.x_dtype].dtype.itemsize, ELEMENT_TYPES[spec.y_dtype].dtype.itemsize
@@ -408,7 +421,9 @@ def _carry_out(
 ) -> tuple[float, int]:
     if missing == "error":
         for argument, array in [("source", source), *_zarr_params(spec, params)]:
-            _refuse_missing(argument, array)
+            refuse_missing(argument, array)
+    for index, value in enumerate(params):
+        _check_stored_values(spec, index, value)
     target, marked = create()
     job = Job(spec, Handle(source, spec.x_dtype), cut_params(spec, params), Handle(target, spec.y_dtype), unit)
     result = execute(job, units, name, workers, scheduler, progress)
@@ -419,16 +434,20 @@ def _carry_out(
     return result
 
 
+def _check_stored_values(spec: QuantSpec, index: int, value: Any) -> None:
+    """Check a zarr parameter's values, where the operator does not take all of them, before anything is written."""
+    param = spec.params[index]
+    any_will_do = ELEMENT_TYPES[param.dtype].bits >= 8 and param.dtype not in (*ZERO_ONLY, "int32")
+    if isinstance(value, np.ndarray) or param.name != "zero_point" or any_will_do:
+        return
+    handle = Handle(value, param.dtype)
+    for region in grid.regions(tuple(int(n) for n in value.shape), object_shape(value)):
+        try:
+            check_values(spec, index, handle.read(region))
+        except SpecError as error:
+            raise SpecError(error.reason, f"{param.name}: {error}") from error
+
+
 def _zarr_params(spec: QuantSpec, params: tuple[Any, ...]) -> list[tuple[str, ZarrArray]]:
     named = zip((p.name for p in spec.params), params, strict=True)
     return [(n, p) for n, p in named if not isinstance(p, np.ndarray)]
-
-
-def _refuse_missing(argument: str, array: ZarrArray) -> None:
-    count, keys = missing_objects(array)
-    if count:
-        raise RunError(
-            f"{argument} {location(array)} lacks {count} stored objects, among them {', '.join(keys)}. zarr reads them as "
-            f"{array.fill_value!r}; it leaves out chunks that hold nothing else, so they may be meant: then pass "
-            "missing='fill' (--missing fill)"
-        )

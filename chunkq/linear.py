@@ -52,8 +52,10 @@ class _Linear(Operator):
         self.zero_point = zero_point
         self.axis = integer_argument("axis", axis, "axis")
         self.block_size = _block_size(block_size)
-        if zero_point is not None and kind(zero_point) != "number":
-            self.zero_point = parameter("zero_point", zero_point, "int32")
+        if zero_point is not None:
+            checked = parameter("zero_point", zero_point, "float64")
+            # a Python number takes the quantized type, which depends on x
+            self.zero_point = zero_point if kind(zero_point) == "number" else checked
 
     def _params(self, weak_dtype: str, declared: str | None = None) -> tuple[tuple[Any, ...], ZeroPoint]:
         """The parameters as arrays, and what the zero point is; a weak one takes the quantized type."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ import numpy as np
 from chunkq.dtypes import ELEMENT_TYPES, FLOATS, element_name, element_type
 from chunkq.errors import SpecError
 from chunkq.linear import DequantizeLinear, QuantizeDequantize, QuantizeLinear
-from chunkq.operands import element_of, kind
+from chunkq.operands import element_of, kind, weak
 from chunkq.ops import FakeQuantize, Operator
 from chunkq.run import Array
+from chunkq.spec import as_integer
 
 OPERATORS: dict[str, type[Operator]] = {
     cls.__name__: cls for cls in (DequantizeLinear, QuantizeLinear, QuantizeDequantize, FakeQuantize)
@@ -36,7 +38,8 @@ def _number(value: float) -> float | str:
 
 def _array(value: Array) -> dict[str, Any]:
     name = element_name(value.dtype, "a parameter", tuple(ELEMENT_TYPES))
-    exact = value.astype(np.int64 if ELEMENT_TYPES[name].limits else np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        exact = value.astype(np.int64 if ELEMENT_TYPES[name].limits else np.float64)
     return {"dtype": name, "shape": list(value.shape), "values": [_number(v) for v in exact.reshape(-1).tolist()]}
 
 
@@ -64,14 +67,24 @@ def _input(name: str, value: Any, written_out: int | None) -> Any:
 
 def _plain(value: Any) -> Any:
     """A number or a list of numbers that JSON can hold."""
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else _number(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _plain(value.tolist())
+    return _number(value)
 
 
 def _number_or_list(entry: Any) -> Any:
     """What `_plain` made of it, back again."""
     if isinstance(entry, list):
         return [_number_or_list(v) for v in entry]
-    return float(entry) if isinstance(entry, str) else entry
+    if isinstance(entry, str):
+        if entry.lower().lstrip("-") not in ("nan", "inf", "infinity"):
+            raise _wrong(f"{entry!r} is no number")
+        return float(entry)
+    if isinstance(entry, bool) or not isinstance(entry, (int, float)):
+        raise _wrong(f"{entry!r} is no number")
+    return entry
 
 
 def describe(op: Operator, written_out: int | None = None) -> dict[str, Any]:
@@ -86,44 +99,88 @@ def describe(op: Operator, written_out: int | None = None) -> dict[str, Any]:
 
 
 def _wrong(what: str) -> SpecError:
-    return SpecError("metadata", f"this is not the JSON of an operator: {what}")
+    line = " ".join(what.split()).encode("ascii", "backslashreplace").decode()
+    return SpecError("metadata", f"this is not the JSON of an operator: {line[:300]}")
 
 
 def read_array(entry: dict[str, Any]) -> Array:
     """An array written out: ``dtype``, ``shape`` and ``values``, flat or nested."""
-    row = ELEMENT_TYPES[element_type("dtype", entry["dtype"], tuple(ELEMENT_TYPES))]
-    wide = np.array(entry["values"], np.int64 if row.limits else np.float64).reshape(entry["shape"])
-    if row.limits and wide.size and not row.limits[0] <= wide.min() <= wide.max() <= row.limits[1]:
-        raise _wrong(f"values outside {row.name}")
-    return wide.astype(row.dtype) if row.dtype.kind != "V" else wide.astype(np.float32).astype(row.dtype)
+    name = element_type("dtype", entry["dtype"], tuple(ELEMENT_TYPES))
+    shape = _read_shape(entry["shape"])
+    flat = _flat(entry["values"])
+    if len(flat) != prod(shape):
+        raise _wrong(f"{len(flat)} values for the shape {shape}")
+    try:
+        return weak("values", flat, name).reshape(shape)
+    except SpecError as error:
+        raise _wrong(str(error)) from error
+
+
+def _read_shape(shape: Any) -> tuple[int, ...]:
+    lengths = tuple(as_integer(n) for n in shape) if isinstance(shape, list) else (None,)
+    plain = tuple(n for n in lengths if n is not None and n >= 0)
+    if len(plain) != len(lengths):
+        raise _wrong(f"{shape!r} is no shape")
+    return plain
+
+
+def _flat(values: Any) -> list[Any]:
+    if not isinstance(values, list):
+        return [_number_or_list(values)]
+    return [v for entry in values for v in _flat(entry)]
+
+
+def _child(group: Any, name: str) -> Any:
+    """An array of a group."""
+    from chunkq.store import first_line, open_source
+
+    try:
+        node = group[name]
+    except Exception as error:  # zarr has an error class for each way to be damaged
+        raise SpecError("source", f"the group lacks a readable array {name!r}: {first_line(error)}") from error
+    if hasattr(node, "members"):
+        raise SpecError("source", f"{name!r} in the group is a group itself")
+    return open_source(node, name)
 
 
 def _read_input(name: str, entry: Any, group: Any) -> Any:
     if not isinstance(entry, dict):
         return _number_or_list(entry)
     if "zarr" in entry:
-        from chunkq.store import open_source
-
-        if group is None:
-            return open_source(entry["zarr"], name)
-        if entry["zarr"] != name:
-            raise _wrong(f"{name} is {entry['zarr']!r}, not an array of this group")
-        return open_source(group[name], name)
+        return _read_place(name, entry, group)
     if "values" in entry:
         return read_array(entry)
     raise _wrong(f"{name} is known by its digest only; pass the array itself")
+
+
+def _read_place(name: str, entry: dict[str, Any], group: Any) -> Any:
+    """A zarr array, if it is still what the document says of it."""
+    from chunkq.store import open_source
+
+    if group is None:
+        array = open_source(entry["zarr"], name)
+    elif entry["zarr"] == name:
+        array = _child(group, name)
+    else:
+        raise _wrong(f"{name} is {entry['zarr']!r}, not an array of this group")
+    found = element_of(name, array, None, tuple(ELEMENT_TYPES)), [int(n) for n in array.shape]
+    if found != (entry["dtype"], entry["shape"]):
+        raise _wrong(f"{name} is {found[0]} {found[1]}, recorded as {entry['dtype']} {entry['shape']}")
+    return array
 
 
 def read(document: Any, group: Any = None) -> Operator:
     """Make an operator of its JSON document, parsed; its zarr arrays are those of `group` where one is given."""
     try:
         cls = OPERATORS[document["operator"]]
+        if not isinstance(document["inputs"], dict) or not isinstance(document["attributes"], dict):
+            raise _wrong("inputs and attributes are not objects")
         inputs = {n: _read_input(n, v, group) for n, v in document["inputs"].items()}
         attributes = dict(document["attributes"])
         if isinstance(attributes.get("block_size"), list):
             attributes["block_size"] = tuple(attributes["block_size"])
         return cls(**inputs, **attributes)
-    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise _wrong(f"{type(error).__name__}: {error}") from error
     except ValueError as error:
         if isinstance(error, SpecError):
@@ -154,7 +211,7 @@ def from_json(text: str) -> Operator:
     """
     try:
         document = json.loads(text)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise _wrong(str(error)) from error
     return read(document)
 
@@ -196,18 +253,16 @@ def open_quantized(source: Any, output_dtype: Any = None) -> tuple[Any, Dequanti
     array([[ 0.5,  1. ],
            [-3. ,  3.5]], dtype=float32)
     """
-    from chunkq.store import OPERATOR, open_quantized_group, open_source
+    from chunkq.store import OPERATOR, open_quantized_group
 
     group = open_quantized_group(source)
     if group is None:
         return None
-    try:
-        data = open_source(group["data"])
-        quantize = read(group.attrs[OPERATOR], group)
-    except KeyError as error:
-        raise SpecError("source", f"{source!r} lacks {error}, which its attributes name") from error
+    data = _child(group, "data")
+    quantize = read(group.attrs[OPERATOR], group)
     if not isinstance(quantize, QuantizeLinear):
         raise _wrong(f"{OPERATOR} of {source!r} is {type(quantize).__name__}, expected QuantizeLinear")
+    _check_data(data, quantize)
     scale, zero_point = _at_once("scale", quantize.scale), _at_once("zero_point", quantize.zero_point)
     if output_dtype is None and element_of("scale", quantize.scale, None, tuple(ELEMENT_TYPES)) not in FLOATS:
         output_dtype = "float32"
@@ -218,13 +273,26 @@ def open_quantized(source: Any, output_dtype: Any = None) -> tuple[Any, Dequanti
         block_size=quantize.block_size,
         output_dtype=output_dtype,
     )
+    op.bind_array(data)
     return data, op
+
+
+def _check_data(data: Any, quantize: QuantizeLinear) -> None:
+    """Refuse data of another type than the operator gives."""
+    zero_point = quantize.zero_point
+    of_zero_point = None if zero_point is None else element_of("zero_point", zero_point, None, tuple(ELEMENT_TYPES))
+    found = element_of("data", data, None, tuple(ELEMENT_TYPES))
+    for expected in (of_zero_point, quantize.output_dtype or of_zero_point or "uint8"):
+        if expected not in (None, found):
+            raise SpecError("metadata", f"data is {found}, but the operator recorded with it gives {expected}")
 
 
 def _at_once(name: str, value: Any) -> Any:
     """A small parameter as a NumPy array."""
-    if kind(value) != "zarr" or value.nbytes > AT_ONCE:
+    if kind(value) != "zarr":
         return value
-    from chunkq.store import Handle
+    from chunkq.store import object_shape, read_parameter
 
-    return Handle(value, element_of(name, value, None, tuple(ELEMENT_TYPES))).read((slice(None),) * value.ndim)
+    if max(value.nbytes, prod(object_shape(value)) * value.dtype.itemsize) > AT_ONCE:
+        return value
+    return read_parameter(name, value, element_of(name, value, None, tuple(ELEMENT_TYPES)))

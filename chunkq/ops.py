@@ -14,7 +14,7 @@ from chunkq.dtypes import FAKE_QUANTIZE_X, from_holder
 from chunkq.errors import SpecError
 from chunkq.operands import described, element_of, kind, parameter
 from chunkq.run import Array, check_out, refuse_masked, run_chunk
-from chunkq.spec import QuantSpec, Shape, fake_quantize_spec, integer_argument
+from chunkq.spec import ParamSpec, QuantSpec, Shape, fake_quantize_spec, integer_argument
 
 
 class Operator:
@@ -117,13 +117,26 @@ class Operator:
     def _in_memory(self, x: Array, out: Array | None, n_threads: int | None) -> Array:
         spec, params = self.bind_array(x)
         values = tuple(
-            p if isinstance(p, np.ndarray) else from_holder(param.name, np.asarray(p[...]), param.dtype)
+            p if isinstance(p, np.ndarray) else _gathered(param, p)
             for param, p in zip(spec.params, params, strict=True)
         )
         x = from_holder("x", x, spec.x_dtype)
         if out is not None:
             check_out(spec, x.shape, out, x, values)
         return run_chunk(spec, x, values, out=out, n_threads=n_threads)
+
+
+def _gathered(param: ParamSpec, value: Any) -> Array:
+    """A Dask or zarr parameter of a tensor in memory."""
+    if kind(value) == "zarr":
+        from chunkq.store import Handle, read_parameter
+
+        if param.name == "scale":  # zeros are no scale, so what is missing was not left out as fill
+            return read_parameter(param.name, value, param.dtype)
+        return Handle(value, param.dtype).read((slice(None),) * value.ndim)
+    block = value.compute()
+    refuse_masked(param.name, block)
+    return np.asarray(block)
 
 
 def _weak_x(x: Any) -> Array:
@@ -188,6 +201,8 @@ class FakeQuantize(Operator):
         auto_broadcast: str = "numpy",
         broadcast_axis: int = -1,
     ) -> None:
+        for name, value in zip(self.INPUTS, (input_low, input_high, output_low, output_high), strict=True):
+            parameter(name, value, "float64")  # its type depends on x; whether it is a number does not
         self.input_low, self.input_high = input_low, input_high
         self.output_low, self.output_high = output_low, output_high
         self.levels = integer_argument("levels", levels, "levels")

@@ -13,6 +13,7 @@ import numpy as np
 
 from chunkq.dtypes import ELEMENT_TYPES, ElementType, element_type, from_holder
 from chunkq.errors import SpecError
+from chunkq.spec import as_integer
 
 _PACKED = tuple(row.name for row in ELEMENT_TYPES.values() if row.bits in (2, 4))
 
@@ -93,13 +94,18 @@ def unpack(packed: Any, dtype: Any, shape: int | tuple[int, ...]) -> np.ndarray[
     array([1, -2, 3], dtype=int4)
     """
     row = _packed_type(dtype)
+    if isinstance(packed, np.ma.MaskedArray):
+        raise SpecError("masked", "packed is a masked array and its mask would be lost; pass packed.filled(...)")
     if not isinstance(packed, np.ndarray) or packed.dtype not in (np.uint8, np.int8):
         found = packed.dtype if isinstance(packed, np.ndarray) else type(packed).__name__
         raise SpecError("dtype", f"packed is {found}; expected a numpy.ndarray of uint8")
-    lengths = (shape,) if isinstance(shape, int) else tuple(shape)
+    given = tuple(shape) if isinstance(shape, (tuple, list, np.ndarray)) and np.ndim(shape) else (shape,)
+    lengths = tuple(n for n in map(as_integer, given) if n is not None and 0 <= n < 1 << 62)
     in_a_byte = 8 // row.bits
     size = prod(lengths)
-    if any(n < 0 for n in lengths) or packed.size != -(-size // in_a_byte):
+    if len(lengths) != len(given):
+        raise SpecError("shape", f"shape={shape!r}: expected integers from 0 on, one for each axis")
+    if packed.size != -(-size // in_a_byte):
         raise SpecError(
             "shape",
             f"packed has {packed.size} bytes; {size} values of {row.name}, shape {lengths}, take {-(-size // in_a_byte)}",

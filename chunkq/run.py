@@ -104,7 +104,7 @@ def _is_plain(x: Array) -> bool:
 
 
 def _bytes(x: Array) -> Array:
-    return x.reshape(-1).view(np.uint8)
+    return x.view(np.ndarray).reshape(-1).view(np.uint8)
 
 
 def refuse_masked(name: str, value: Any) -> None:
@@ -174,6 +174,18 @@ def kernel_settings(spec: QuantSpec) -> Array:
     return np.array(row, np.intp)
 
 
+def _shares_with_itself(out: Array) -> bool:
+    """Whether two elements may lie in the same memory: each axis must step over all that the finer ones cover."""
+    if out.flags.c_contiguous or out.size == 0:
+        return False
+    covered = out.itemsize
+    for stride, n in sorted((abs(s), n) for s, n in zip(out.strides, out.shape, strict=True) if n > 1):
+        if stride < covered:
+            return True
+        covered += stride * (n - 1)
+    return False
+
+
 def check_out(spec: QuantSpec, shape: Shape, out: Array, x: Array, params: tuple[Array, ...]) -> None:
     """Refuse an `out` that the result does not fit in, or that overlaps an input; reason ``out``."""
     dtype = ELEMENT_TYPES[spec.y_dtype].dtype
@@ -183,8 +195,10 @@ def check_out(spec: QuantSpec, shape: Shape, out: Array, x: Array, params: tuple
         raise SpecError("out", f"out is {out.dtype.name} {out.shape}; expected {dtype.name} {shape}")
     if not out.flags.writeable:
         raise SpecError("out", "out is read-only")
-    if out.size and any(k == 0 and n > 1 for k, n in zip(out.strides, out.shape, strict=True)):
-        raise SpecError("out", "out has elements that share memory (a broadcast view); pass an array of its own")
+    if _shares_with_itself(out):
+        raise SpecError(
+            "out", "out has elements that share memory (a broadcast or windowed view); pass an array of its own"
+        )
     same = (
         spec.op == "FakeQuantize"
         and x.dtype == out.dtype

@@ -224,7 +224,10 @@ ZeroPoint = tuple[Shape, str] | None
 
 def _one_of(argument: str, found: str, allowed: Sequence[str]) -> None:
     if found not in allowed:
-        way = ": pass scale.astype('float32')" if argument == "scale" else ""
+        way = ""
+        if argument == "scale":
+            codes = found == "uint8"
+            way = ": pass scale_dtype='float8_e8m0fnu' for codes" if codes else ": pass scale.astype('float32')"
         raise SpecError("dtype", f"{argument} is {found}; expected one of {', '.join(allowed)}{way}")
 
 

@@ -19,7 +19,7 @@ from zarr.core.sync import sync
 from zarr.storage import LocalStore
 
 from chunkq.dtypes import from_holder
-from chunkq.errors import SpecError
+from chunkq.errors import ChunkqError, RunError, SpecError
 from chunkq.grid import counts, unravel
 from chunkq.spec import Region, Shape
 
@@ -61,6 +61,8 @@ def plain_path(location: Any) -> Any:
     """A local path as a path: zarr makes a store of a ``file://`` URL whose writes are not atomic."""
     if isinstance(location, os.PathLike):
         return os.fspath(location)
+    if isinstance(location, LocalStore):
+        return str(location.root)
     if isinstance(location, str) and location.startswith("file:"):
         return unquote(urlsplit(location).path)
     return location
@@ -70,7 +72,7 @@ def is_local(location: Any) -> bool:
     return isinstance(location, str) and "://" not in location
 
 
-def open_source(source: Any, argument: str = "source") -> ZarrArray:
+def open_source(source: Any, argument: str = "source", *, unfinished: bool = False) -> ZarrArray:
     """Open a zarr array for reading.
 
     Parameters
@@ -79,6 +81,8 @@ def open_source(source: Any, argument: str = "source") -> ZarrArray:
         A path may lead into a group: ``store.zarr/scale``.
     argument : str
         What the caller calls it, for the message.
+    unfinished : bool
+        Whether the target of a run that has not ended will do.
 
     Raises
     ------
@@ -86,7 +90,7 @@ def open_source(source: Any, argument: str = "source") -> ZarrArray:
         Reason ``source``.
     """
     array = source if isinstance(source, zarr.Array) else _open_node(zarr.open_array, source, argument)
-    if array.attrs.get(COMPLETE) is False:
+    if array.attrs.get(COMPLETE) is False and not unfinished:
         raise SpecError(
             "source", f"{argument} is an unfinished target of chunkq ({COMPLETE} is false); run its job again"
         )
@@ -159,6 +163,11 @@ def _object_index(array: ZarrArray, grid: Shape, key: str) -> int | None:
     return index
 
 
+def is_object(array: ZarrArray, key: str) -> bool:
+    """Whether a key is that of a stored object of the array."""
+    return _object_index(array, counts(array.shape, object_shape(array)), key) is not None
+
+
 def _keys(array: ZarrArray) -> Iterator[str]:
     """Keys below an array that hold at least one byte where sizes are to be had."""
     path = local_path(array)
@@ -178,6 +187,34 @@ def _keys(array: ZarrArray) -> Iterator[str]:
                     folders.append(entry.path)
                 elif entry.stat().st_size:
                     yield os.path.relpath(entry.path, path).replace(os.sep, "/")
+
+
+def refuse_missing(argument: str, array: ZarrArray) -> None:
+    """Refuse an array that lacks stored objects.
+
+    Raises
+    ------
+    RunError
+        Naming some of the keys, and the way out.
+    """
+    count, keys = missing_objects(array)
+    if count:
+        raise RunError(
+            f"{argument} {location(array)} lacks {count} stored objects, among them {', '.join(keys)}. zarr reads them as "
+            f"{array.fill_value!r}; it leaves out chunks that hold nothing else, so they may be meant: then pass "
+            "missing='fill' (--missing fill)"
+        )
+
+
+def read_parameter(name: str, array: ZarrArray, element: str) -> np.ndarray[Any, np.dtype[Any]]:
+    """A whole parameter; what it lacks or cannot be decoded is an error, never a fill value."""
+    refuse_missing(name, array)
+    try:
+        return Handle(array, element).read((slice(None),) * array.ndim)
+    except ChunkqError:
+        raise
+    except Exception as error:  # codecs have an error class each
+        raise RunError(f"{name} {location(array)} cannot be read: {first_line(error)}") from error
 
 
 def missing_objects(array: ZarrArray, name_at_most: int = 5) -> tuple[int, list[str]]:

@@ -5,9 +5,11 @@ Only the `create_` functions and `mark_complete` write. Imports store, grid and 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import uuid
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -28,7 +30,9 @@ from chunkq.store import (
     ZarrArray,
     first_line,
     is_local,
+    is_object,
     local_path,
+    open_source,
     plain_path,
 )
 
@@ -75,8 +79,10 @@ def resolve_compressors(compressors: Any) -> tuple[Any, ...]:
     return tuple(compressors) if isinstance(compressors, (list, tuple)) else (compressors,)
 
 
-def check_target(target: Any, source: ZarrArray, overwrite: bool) -> Any:
+def check_target(target: Any, inputs: list[tuple[str, ZarrArray]], overwrite: bool) -> Any:
     """Refuse a target that cannot or must not be written; return it as zarr takes it. Writes nothing.
+
+    `inputs` are the arrays that will be read, by name.
 
     Raises
     ------
@@ -84,21 +90,22 @@ def check_target(target: Any, source: ZarrArray, overwrite: bool) -> Any:
         Reasons ``target``, ``target_exists``, ``same_array``.
     """
     target = plain_path(target)
-    if isinstance(target, zarr.Array):
-        raise SpecError("target", "target is an open zarr array; pass its path or store")
+    if isinstance(target, (zarr.Array, zarr.Group)):
+        raise SpecError("target", "target is an open zarr array or group; pass its path or store")
     if isinstance(target, zarr.storage.ZipStore) or (isinstance(target, str) and target.endswith(".zip")):
         raise SpecError("target", "target is a zip store, which cannot be written in parallel; pass a folder")
     if not is_local(target):
-        return _check_remote_target(target, source, overwrite)
+        return _check_remote_target(target, inputs, overwrite)
     if not target or "\0" in target:
         raise SpecError("target", f"target={target!r}: expected a path")
     path = os.path.realpath(target)
-    source_path = local_path(source)
-    if source_path is not None:
-        if path == source_path:
-            raise SpecError("same_array", f"target {target!r} is the source itself")
-        if _inside(path, source_path) or _inside(source_path, path):
-            raise SpecError("same_array", f"target {target!r} and source {source_path!r} lie one inside the other")
+    for name, array in inputs:
+        _refuse_overlap(target, path, name, array)
+    for above in map(str, Path(path).parents):
+        if OPERATOR in _own_attributes(above):
+            raise SpecError(
+                "target", f"target {target!r} lies inside {above!r}, which chunkq wrote; choose another place"
+            )
     if os.path.lexists(target) and not (os.path.isdir(path) and not os.listdir(path)):
         _check_replaceable(target, path, overwrite)
     parent = Path(path)
@@ -107,6 +114,20 @@ def check_target(target: Any, source: ZarrArray, overwrite: bool) -> Any:
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise SpecError("target", f"target {target!r} cannot be written: {str(parent)!r} is not a writable folder")
     return path
+
+
+def _refuse_overlap(target: str, path: str, name: str, array: ZarrArray) -> None:
+    """Refuse a target that shares stored objects with an input: it would be removed before it is read."""
+    input_path = local_path(array)
+    if input_path is None:
+        return
+    group = os.path.dirname(input_path)
+    if OPERATOR in _own_attributes(group):
+        input_path = group  # what a quantizing run wrote belongs together
+    if path == input_path:
+        raise SpecError("same_array", f"target {target!r} is the {name} itself")
+    if _inside(path, input_path) or _inside(input_path, path):
+        raise SpecError("same_array", f"target {target!r} and {name} {input_path!r} lie one inside the other")
 
 
 def _inside(path: str, folder: str) -> bool:
@@ -126,48 +147,60 @@ def _check_replaceable(target: str, path: str, overwrite: bool) -> None:
         raise SpecError("target_exists", f"target {target!r} exists; pass overwrite (--overwrite) to replace it")
 
 
+def _metadata(path: str) -> dict[str, Any]:
+    """The zarr v3 metadata of a folder; empty where there is none to be read."""
+    try:
+        document = json.loads(Path(path, "zarr.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _own_attributes(path: str) -> dict[str, Any]:
+    attributes = _metadata(path).get("attributes")
+    return attributes if isinstance(attributes, dict) else {}
+
+
 def _strange_entry(path: str) -> str | None:
     """Anything in a folder that a zarr array, or a group of chunkq's, does not consist of; None where there is nothing."""
-    names = os.listdir(path)
-    if not any(name in names for name in ("zarr.json", ".zarray")):
-        return sorted(names)[0]
-    if "zarr.json" in names and _node_type(os.path.join(path, "zarr.json")) == "group":
-        return _strange_in_group(path, names)
-    folders = [path]
-    while folders:
-        with os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                known = entry.name in _METADATA_FILES or re.fullmatch(r"c?[0-9./]*(\.[0-9a-f]+\.partial)?", entry.name)
-                if entry.is_symlink() or not known:
-                    return os.path.relpath(entry.path, path)
-                if entry.is_dir():
-                    folders.append(entry.path)
+    if _metadata(path).get("node_type") == "group":
+        return _strange_in_group(path)
+    try:
+        array = open_source(path, unfinished=True)
+    except SpecError:
+        return sorted(os.listdir(path))[0]
+    for folder, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            entry = os.path.join(folder, name)
+            key = os.path.relpath(entry, path)
+            if os.path.islink(entry) or (name in files and not _belongs(array, key)):
+                return key
     return None
 
 
-def _strange_in_group(path: str, names: list[str]) -> str | None:
-    if f'"{OPERATOR}"' not in Path(path, "zarr.json").read_text(errors="replace"):
+def _belongs(array: ZarrArray, key: str) -> bool:
+    """Whether a file is the array's metadata, one of its objects, or what a write left of one."""
+    key = re.sub(r"\.[0-9a-f]+\.partial$", "", key.replace(os.sep, "/"))
+    return key in _METADATA_FILES or is_object(array, key)
+
+
+def _strange_in_group(path: str) -> str | None:
+    if OPERATOR not in _own_attributes(path):
         return "zarr.json of a group"
-    for name in names:
+    for name in os.listdir(path):
         child = os.path.join(path, name)
-        if name == "zarr.json":
-            continue
-        if name not in GROUP_ARRAYS or os.path.islink(child) or not os.path.isdir(child):
+        if os.path.islink(child) or (name != "zarr.json" and (name not in GROUP_ARRAYS or not os.path.isdir(child))):
             return name
-        strange = _strange_entry(child)
+        strange = None if name == "zarr.json" else _strange_entry(child)
         if strange is not None:
             return os.path.join(name, strange)
     return None
 
 
-def _node_type(metadata: str) -> str:
-    match = re.search(r'"node_type"\s*:\s*"(\w+)"', Path(metadata).read_text(errors="replace"))
-    return match[1] if match else ""
-
-
-def _check_remote_target(target: Any, source: ZarrArray, overwrite: bool) -> Any:
-    if target == source.store_path.store and source.store_path.path == "":
-        raise SpecError("same_array", "target is the store of the source itself")
+def _check_remote_target(target: Any, inputs: list[tuple[str, ZarrArray]], overwrite: bool) -> Any:
+    for name, array in inputs:
+        if target == array.store_path.store and array.store_path.path in ("", *GROUP_ARRAYS):
+            raise SpecError("same_array", f"target is the store of the {name} itself")
     try:
         zarr.open(target, mode="r")
     except (FileNotFoundError, KeyError):
@@ -210,9 +243,11 @@ def _create_array(
 
 
 def _make_room(target: Any) -> None:
-    """Remove what `check_target` allowed to be replaced."""
+    """Remove what `check_target` allowed to be replaced: first out of the way, so that no half of it stays in its place."""
     if is_local(target) and os.path.isdir(target):
-        shutil.rmtree(target)
+        aside = f"{target}.{uuid.uuid4().hex}.old"
+        os.rename(target, aside)
+        shutil.rmtree(aside)
 
 
 def create_target(target: Any, **layout: Any) -> tuple[ZarrArray, ZarrArray]:

@@ -68,6 +68,9 @@ def _default() -> int:
 
 DEFAULT_THREADS = _default()
 
+#: OpenMP ends the process when it is refused a thread.
+MOST_THREADS = max(64, available_cpus())
+
 
 def thread_count(n_threads: int | None, size: int) -> int:
     """Threads for a call on `size` elements.
@@ -82,4 +85,4 @@ def thread_count(n_threads: int | None, size: int) -> int:
     wanted = as_integer(n_threads)
     if wanted is None or wanted < 1:
         raise SpecError("n_threads", f"n_threads={n_threads!r}: expected a positive integer or None")
-    return 1 if _single else min(wanted, 4096)
+    return 1 if _single else min(wanted, MOST_THREADS)

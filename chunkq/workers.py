@@ -121,7 +121,9 @@ def cluster_memory(scheduler: Any, task: int, held: int, limit: int | None) -> t
     try:
         with cluster(scheduler) as client:
             found = client.scheduler_info(n_workers=-1)["workers"].values()
-    except OSError as error:
+    except ImportError as error:
+        raise SpecError("scheduler", f"scheduler={scheduler!r} needs distributed: pip install distributed") from error
+    except (OSError, ValueError) as error:
         raise SpecError("scheduler", f"scheduler={scheduler!r} cannot be reached: {error}") from error
     if not found:
         raise SpecError("scheduler", f"scheduler={scheduler!r} has no workers; start some with 'dask worker ADDRESS'")

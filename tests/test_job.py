@@ -147,7 +147,7 @@ def test_attributes_names_and_fill(tmp_path):
     assert "_FillValue" not in found
     assert found["chunkq.source_attributes"] == {"scale_factor": 0.1, "_FillValue": -128}
     assert found["chunkq.operator"]["operator"] == "DequantizeLinear"
-    assert found["chunkq.operator"]["axis"] == 0
+    assert found["chunkq.operator"]["attributes"]["axis"] == 0
     assert found["chunkq.complete"] is True
 
 

@@ -15,8 +15,8 @@ PACKAGE = Path(chunkq.__file__).parent
 ORDER = [
     {"errors"},
     {"dtypes", "memory", "transport"},
-    {"spec", "grid", "kernels", "packing"},
-    {"threads", "store"},
+    {"spec", "grid", "kernels"},
+    {"threads", "store", "packing"},
     {"run", "target"},
     {"operands"},
     {"graph", "execute", "ops"},

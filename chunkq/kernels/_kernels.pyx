@@ -122,6 +122,7 @@ cdef inline void decode(const Job* job, const char* x, Py_ssize_t n, float* tile
                         bint dequantized) noexcept nogil:
     """x in float32; where one scale and zero point go for all, dequantized as well (the caller's constant)."""
     cdef Py_ssize_t i
+    cdef int32_t narrow
     cdef int shift
     if job.x_code == UINT8:
         for i in range(n):
@@ -144,7 +145,8 @@ cdef inline void decode(const Job* job, const char* x, Py_ssize_t n, float* tile
     elif job.x_code == INT_BITS:
         shift = 32 - job.mini.width
         for i in range(n):
-            tile[i] = decoded(<float>(<int32_t>(<uint32_t>(<const uint8_t*>x)[i] << shift) >> shift), scale, zero_point, dequantized)
+            narrow = <int32_t>(<uint32_t>(<const uint8_t*>x)[i] << shift) >> shift
+            tile[i] = decoded(<float>narrow, scale, zero_point, dequantized)
     elif job.x_code == FLOAT16:
         cq_load_f16(<const uint16_t*>x, tile, n)
     elif job.x_code == BFLOAT16:
