@@ -28,7 +28,13 @@ cdef extern from "elements.h" nogil:
     void cq_store_f16(const float*, uint16_t*, Py_ssize_t)
     void cq_load_bf16(const uint16_t*, float*, Py_ssize_t)
     void cq_store_bf16(const float*, uint16_t*, Py_ssize_t)
-    void cq_load_minifloat(const uint8_t*, float*, Py_ssize_t, const cq_minifloat*, float, float, int)
+    ctypedef struct cq_by_f16:
+        pass
+    cq_by_f16 cq_by_f16_of(const cq_minifloat*)
+    void cq_load_minifloat(const uint8_t*, float*, Py_ssize_t, const cq_minifloat*, const cq_by_f16*, float, float, int)
+    Py_ssize_t cq_quantize_8(const float*, void*, int, Py_ssize_t, float, float, int, int, int)
+    int CQ_FROM_UINT8, CQ_FROM_INT8, CQ_FROM_MINIFLOAT
+    Py_ssize_t cq_dequantize_narrow(const void*, int, void*, int, Py_ssize_t, const cq_by_f16*, float, float, int)
     void cq_store_minifloat(const float*, uint8_t*, Py_ssize_t, const cq_minifloat*, int32_t)
     void cq_stream(void*, const void*, Py_ssize_t)
     void cq_fence()
@@ -87,8 +93,10 @@ cdef struct Job:
     int division                             # the type QuantizeLinear divides in
     int32_t low, high, over                  # the quantized type's range; the code of what is above it
     cq_minifloat mini                        # the quantized type; of other narrow types than minifloats the width only
+    cq_by_f16 by_f16                         # how minifloats are decoded by way of float16
     bint shifted                             # whether there is a zero point, where zeros have signs
     bint in_place                            # whether results are computed in y itself
+    bint narrow                              # whether one loop does it all, in y itself
     bint staged, advancing, stream
     Py_ssize_t x_size, y_size
     Py_ssize_t run, run_phase                # where not advancing: step of what changes along a row, or 0
@@ -152,7 +160,7 @@ cdef inline void decode(const Job* job, const char* x, Py_ssize_t n, float* tile
     elif job.x_code == BFLOAT16:
         cq_load_bf16(<const uint16_t*>x, tile, n)
     else:
-        cq_load_minifloat(<const uint8_t*>x, tile, n, &job.mini, scale, zero_point, dequantized)
+        cq_load_minifloat(<const uint8_t*>x, tile, n, &job.mini, &job.by_f16, scale, zero_point, dequantized)
 
 
 cdef const real* load(const Job* job, Py_ssize_t at, Py_ssize_t n, real* tile) noexcept nogil:
@@ -293,7 +301,7 @@ cdef void round_to(const Job* job, int code, Py_ssize_t n, const float* x, float
     elif code == BFLOAT16:
         cq_load_bf16(<const uint16_t*>encoded, y, n)
     else:
-        cq_load_minifloat(<const uint8_t*>encoded, y, n, &job.mini, 1, 0, False)
+        cq_load_minifloat(<const uint8_t*>encoded, y, n, &job.mini, &job.by_f16, 1, 0, False)
 
 
 cdef void in_stages(const Job* job, Py_ssize_t n, const float* x, float* y, const float* scale,
@@ -356,6 +364,37 @@ cdef void expand(real* tile, Py_ssize_t n, const real* p, Py_ssize_t step, Py_ss
         end += step
 
 
+cdef void dequantize_run(const Job* job, Py_ssize_t at, Py_ssize_t n, float* tile, float scale,
+                         float zero_point) noexcept nogil:
+    """x[at : at + n] dequantized by one scale: into the tile, or where job.narrow is set into y itself."""
+    cdef const char* x = job.x + at * job.x_size
+    cdef char* y = job.y + at * job.y_size
+    cdef Py_ssize_t done = 0
+    cdef int kind = CQ_FROM_UINT8
+    if job.narrow:
+        if job.x_code == INT8:
+            kind = CQ_FROM_INT8
+        elif job.x_code == MINIFLOAT:
+            kind = CQ_FROM_MINIFLOAT
+        done = cq_dequantize_narrow(x, kind, y, job.y_code == BFLOAT16, n, &job.by_f16, scale, zero_point, job.stream)
+        if done == n:
+            return
+    decode(job, x + done * job.x_size, n - done, tile + done, scale, zero_point, True)
+    if job.narrow:
+        encode(job, job.y_code, n - done, tile + done, y + done * job.y_size)
+
+
+cdef void quantize_run(const Job* job, Py_ssize_t at, Py_ssize_t n, float* tile, float scale,
+                       float zero_point) noexcept nogil:
+    """x[at : at + n] quantized to 8 bits in y itself."""
+    cdef const float* x = <const float*>job.x + at
+    cdef Py_ssize_t done = cq_quantize_8(x, job.y + at, job.y_code == INT8, n, scale, zero_point, job.low, job.high,
+                                         job.stream)
+    if done < n:
+        constant(job, n - done, x + done, tile, scale, zero_point, <float>0, <float>0, <float>0)
+        encode(job, job.y_code, n - done, tile, job.y + at + done)
+
+
 cdef void in_runs(const Job* job, Py_ssize_t at, Py_ssize_t n, real* x_tile, real* y, const real** row, Py_ssize_t c,
                   real top) noexcept nogil:
     """x[at : at + n], from column c on, in runs over which no parameter changes; row[p] is where p's values begin."""
@@ -366,13 +405,16 @@ cdef void in_runs(const Job* job, Py_ssize_t at, Py_ssize_t n, real* x_tile, rea
     if step:
         k = (job.run_phase + c) // step
         m = min(n, step - (job.run_phase + c) % step)
-    if job.op != DEQUANTIZE_LINEAR:
+    if job.op != DEQUANTIZE_LINEAR and not job.narrow:
         x = load(job, at, n, x_tile)
     while i < n:
         k0, k1 = k * job.moves[0], k * job.moves[1]
         if job.op == DEQUANTIZE_LINEAR:
             if real is float:
-                decode(job, job.x + (at + i) * job.x_size, m, y + i, row[0][k0], row[1][k1], True)
+                dequantize_run(job, at + i, m, y + i, row[0][k0], row[1][k1])
+        elif job.narrow:
+            if real is float:
+                quantize_run(job, at + i, m, y + i, row[0][k0], row[1][k1])
         elif four:
             k2, k3 = k * job.moves[2], k * job.moves[3]
             constant(job, m, x + i, y + i, row[0][k0], row[1][k1], row[2][k2], row[3][k3], top)
@@ -433,7 +475,7 @@ cdef void run_item(const Job* job, Py_ssize_t item, real top) noexcept nogil:
                 advancing(job, n, load(job, at, n, x_tile), y, pointers, top)
             else:
                 in_runs(job, at, n, x_tile, y, row, c, top)
-            if not job.in_place:
+            if not (job.in_place or job.narrow):
                 store(job, at, n, y)
             c += n
     if job.stream:
@@ -511,6 +553,12 @@ cdef bint prepare(Job* job, const Py_ssize_t[:, ::1] geometry, const Py_ssize_t*
             job.advancing = True
         if step:
             job.run, job.run_phase = step, phase
+    job.narrow = False
+    if not job.advancing and job.op == DEQUANTIZE_LINEAR:
+        job.narrow = ((job.x_code == UINT8 or job.x_code == INT8 or job.x_code == MINIFLOAT)
+                      and (job.y_code == FLOAT16 or job.y_code == BFLOAT16))
+    elif not job.advancing and job.op == QUANTIZE_LINEAR:
+        job.narrow = job.x_code == FLOAT32 and (job.y_code == UINT8 or job.y_code == INT8)
     split_into_items(job)
     return True
 
@@ -553,6 +601,8 @@ cdef int read_settings(Job* job, const Py_ssize_t[::1] settings, int own) except
                                         and 0 <= job.mini.bias <= 127 - job.mini.mantissa
                                         and 0 <= job.mini.max < 1 << job.mini.width):
         raise ValueError("settings has a minifloat out of range")
+    if job.q_code == MINIFLOAT:
+        job.by_f16 = cq_by_f16_of(&job.mini)
     for k in (job.x_code, job.y_code):
         if UINT_BITS <= k <= MINIFLOAT and k != job.q_code:
             raise ValueError("a narrow type is not the quantized one")

@@ -149,36 +149,67 @@ typedef struct {
 #if defined(__F16C__) && defined(__AVX2__)
 #define CQ_F16_WAY 1
 /* 16 at a time by way of float16, which has the same fields in other places: moved there they are off by a power of two
-   alone. Returns how many were done: it stops before NaN, infinities, and exponents that float16 has other uses for. */
-static inline ptrdiff_t cq_load_minifloat_f16(const uint8_t *x, float *t, ptrdiff_t n, const cq_minifloat *f,
-                                              float scale, float zero_point, int dequantize) {
+   alone. NaN, infinities, and exponents that float16 has other uses for do not go this way. */
+typedef struct {
+    __m128i all, below, most, minus_zero, to_exponent, to_sign;
+    __m256i magnitude, top;
+    __m256 rebias;
+} cq_by_f16;
+
+static inline cq_by_f16 cq_by_f16_of(const cq_minifloat *f) {
     const int sign = 1 << (f->width - 1), plain = f->width - f->mantissa == 6 && f->max > 0x7b ? 0x7b : f->max;
-    const __m128i all = _mm_set1_epi8((char)(2 * sign - 1)), below = _mm_set1_epi8((char)(sign - 1));
-    const __m128i most = _mm_set1_epi8((char)plain), minus_zero = _mm_set1_epi8((char)sign);
-    const __m256i magnitude = _mm256_set1_epi16((short)(sign - 1)), top = _mm256_set1_epi16((short)sign);
-    const __m128i to_exponent = _mm_cvtsi32_si128(10 - f->mantissa), to_sign = _mm_cvtsi32_si128(16 - f->width);
-    const __m256 rebias = _mm256_set1_ps(cq_float((uint32_t)(142 - f->bias) << 23));
+    cq_by_f16 k;
+    k.all = _mm_set1_epi8((char)(2 * sign - 1));
+    k.below = _mm_set1_epi8((char)(sign - 1));
+    k.most = _mm_set1_epi8((char)plain);
+    k.minus_zero = _mm_set1_epi8((char)(f->nan == sign ? sign : 0)); /* 0: it has -0, and nothing is looked for */
+    k.magnitude = _mm256_set1_epi16((short)(sign - 1));
+    k.top = _mm256_set1_epi16((short)sign);
+    k.to_exponent = _mm_cvtsi32_si128(10 - f->mantissa);
+    k.to_sign = _mm_cvtsi32_si128(16 - f->width);
+    k.rebias = _mm256_set1_ps(cq_float((uint32_t)(142 - f->bias) << 23));
+    return k;
+}
+
+/* 16 codes as float32 in a and b; 0 where one of them does not go this way. */
+static inline int cq_16_of_minifloat(__m128i codes, const cq_by_f16 *k, __m256 *a, __m256 *b) {
+    codes = _mm_and_si128(codes, k->all);
+    __m128i zero = _mm_cmpeq_epi8(k->minus_zero, _mm_setzero_si128());
+    __m128i special = _mm_andnot_si128(zero, _mm_cmpeq_epi8(codes, k->minus_zero));
+    special = _mm_or_si128(special, _mm_cmpgt_epi8(_mm_and_si128(codes, k->below), k->most));
+    if (_mm_movemask_epi8(special)) return 0;
+    __m256i w = _mm256_cvtepu8_epi16(codes);
+    w = _mm256_or_si256(_mm256_sll_epi16(_mm256_and_si256(w, k->magnitude), k->to_exponent),
+                        _mm256_sll_epi16(_mm256_and_si256(w, k->top), k->to_sign));
+    *a = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(w)), k->rebias);
+    *b = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(w, 1)), k->rebias);
+    return 1;
+}
+
+static inline ptrdiff_t cq_load_minifloat_f16(const uint8_t *x, float *t, ptrdiff_t n, const cq_by_f16 *k, float scale,
+                                              float zero_point, int dequantize) {
     const __m256 s = _mm256_set1_ps(scale), z = _mm256_set1_ps(zero_point);
-    const int no_minus_zero = f->nan == sign;
     ptrdiff_t i = 0;
     for (; i + 16 <= n; i += 16) {
-        __m128i b = _mm_and_si128(_mm_loadu_si128((const __m128i *)(x + i)), all);
-        __m128i special = _mm_cmpgt_epi8(_mm_and_si128(b, below), most);
-        if (no_minus_zero) special = _mm_or_si128(special, _mm_cmpeq_epi8(b, minus_zero));
-        if (_mm_movemask_epi8(special)) break;
-        __m256i w = _mm256_cvtepu8_epi16(b);
-        w = _mm256_or_si256(_mm256_sll_epi16(_mm256_and_si256(w, magnitude), to_exponent),
-                            _mm256_sll_epi16(_mm256_and_si256(w, top), to_sign));
-        __m256 a = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(w)), rebias);
-        __m256 c = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(w, 1)), rebias);
+        __m256 a, b;
+        if (!cq_16_of_minifloat(_mm_loadu_si128((const __m128i *)(x + i)), k, &a, &b)) break;
         if (dequantize) {
             a = _mm256_mul_ps(_mm256_sub_ps(a, z), s);
-            c = _mm256_mul_ps(_mm256_sub_ps(c, z), s);
+            b = _mm256_mul_ps(_mm256_sub_ps(b, z), s);
         }
         _mm256_storeu_ps(t + i, a);
-        _mm256_storeu_ps(t + i + 8, c);
+        _mm256_storeu_ps(t + i + 8, b);
     }
     return i;
+}
+#else
+typedef struct {
+    int none;
+} cq_by_f16;
+
+static inline cq_by_f16 cq_by_f16_of(const cq_minifloat *f) {
+    (void)f;
+    return (cq_by_f16){0};
 }
 #endif
 
@@ -201,12 +232,13 @@ static inline void cq_load_minifloat_any(const uint8_t *x, float *t, ptrdiff_t n
 }
 
 /* In float32; with `dequantize`, which should be a constant, (value - zero_point) * scale. */
-static inline void cq_load_minifloat(const uint8_t *x, float *t, ptrdiff_t n, const cq_minifloat *f, float scale,
-                                     float zero_point, int dequantize) {
+static inline void cq_load_minifloat(const uint8_t *x, float *t, ptrdiff_t n, const cq_minifloat *f, const cq_by_f16 *k,
+                                     float scale, float zero_point, int dequantize) {
     ptrdiff_t i = 0;
+    (void)k;
 #ifdef CQ_F16_WAY
     while (i + 16 <= n) {
-        i += cq_load_minifloat_f16(x + i, t + i, n - i, f, scale, zero_point, dequantize);
+        i += cq_load_minifloat_f16(x + i, t + i, n - i, k, scale, zero_point, dequantize);
         if (i + 16 > n) break;
         cq_load_minifloat_any(x + i, t + i, 16, f, scale, zero_point, dequantize);
         i += 16;
@@ -236,6 +268,97 @@ static void cq_store_minifloat(const float *t, uint8_t *y, ptrdiff_t n, const cq
         code = no_minus_zero & (code == 0) ? 0 : signed_code;
         y[i] = (uint8_t)(is_nan ? nan : code);
     }
+}
+
+#ifdef __AVX2__
+static inline void cq_store_32(void *y, __m256i v, int stream) {
+    if (stream)
+        _mm256_stream_si256((__m256i *)y, v);
+    else
+        _mm256_storeu_si256((__m256i *)y, v);
+}
+#endif
+
+/* From one byte to two in one loop, by way of registers: (value - zero_point) * scale of 8-bit integers and minifloats as
+   float16 or bfloat16. Returns how many were done; it stops before NaN and what is not 16 elements. */
+enum { CQ_FROM_UINT8, CQ_FROM_INT8, CQ_FROM_MINIFLOAT };
+
+#ifdef CQ_F16_WAY
+static inline ptrdiff_t cq_narrow(const uint8_t *x, int from, uint16_t *y, int bf16, ptrdiff_t n, const cq_by_f16 *k,
+                                  float scale, float zero_point, int stream) {
+    const __m256 s = _mm256_set1_ps(scale), z = _mm256_set1_ps(zero_point);
+    ptrdiff_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m128i codes = _mm_loadu_si128((const __m128i *)(x + i));
+        __m256 a, b;
+        if (from == CQ_FROM_MINIFLOAT) {
+            if (!cq_16_of_minifloat(codes, k, &a, &b)) break;
+        } else {
+            __m128i high = _mm_srli_si128(codes, 8);
+            a = _mm256_cvtepi32_ps(from == CQ_FROM_INT8 ? _mm256_cvtepi8_epi32(codes) : _mm256_cvtepu8_epi32(codes));
+            b = _mm256_cvtepi32_ps(from == CQ_FROM_INT8 ? _mm256_cvtepi8_epi32(high) : _mm256_cvtepu8_epi32(high));
+        }
+        a = _mm256_mul_ps(_mm256_sub_ps(a, z), s);
+        b = _mm256_mul_ps(_mm256_sub_ps(b, z), s);
+        if (CQ_NAN_AMONG(a, b)) break;
+        if (bf16) {
+            __m256i packed = _mm256_packus_epi32(cq_8_to_bf16(a), cq_8_to_bf16(b));
+            cq_store_32(y + i, _mm256_permute4x64_epi64(packed, 0xd8), stream);
+        } else {
+            __m256i low = _mm256_castsi128_si256(_mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+            __m128i upper = _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+            cq_store_32(y + i, _mm256_inserti128_si256(low, upper, 1), stream);
+        }
+    }
+    return i;
+}
+#endif
+
+/* QuantizeLinear from float32 to 8-bit integers in one loop, which the division then bounds. The limits are integers, so
+   that clamping to them before rounding is the same as after it; the maximum takes its second operand for NaN. Returns how
+   many were done: multiples of 32. */
+static ptrdiff_t cq_quantize_8(const float *x, void *to, int is_signed, ptrdiff_t n, float scale, float zero_point, int low,
+                               int high, int stream) {
+    ptrdiff_t i = 0;
+#ifdef __AVX2__
+    const __m256 s = _mm256_set1_ps(scale), least = _mm256_set1_ps((float)low - zero_point);
+    const __m256 most = _mm256_set1_ps((float)high - zero_point);
+    const __m256i z = _mm256_set1_epi16((short)zero_point), order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    uint8_t *y = (uint8_t *)to;
+    stream = stream && ((uintptr_t)y & 31) == 0;
+    for (; i + 32 <= n; i += 32) {
+        __m256i q[4];
+        for (int k = 0; k < 4; k++) {
+            __m256 v = _mm256_div_ps(_mm256_loadu_ps(x + i + 8 * k), s);
+            q[k] = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(v, least), most));
+        }
+        __m256i a = _mm256_add_epi16(_mm256_packs_epi32(q[0], q[1]), z);
+        __m256i b = _mm256_add_epi16(_mm256_packs_epi32(q[2], q[3]), z);
+        __m256i packed = is_signed ? _mm256_packs_epi16(a, b) : _mm256_packus_epi16(a, b);
+        cq_store_32(y + i, _mm256_permutevar8x32_epi32(packed, order), stream);
+    }
+#endif
+    return i;
+}
+
+static ptrdiff_t cq_dequantize_narrow(const void *x, int from, void *y, int bf16, ptrdiff_t n, const cq_by_f16 *k,
+                                      float scale, float zero_point, int stream) {
+#ifdef CQ_F16_WAY
+    stream = stream && ((uintptr_t)y & 31) == 0;
+#define CQ_NARROW(from, bf16) \
+    (stream ? cq_narrow((const uint8_t *)x, from, (uint16_t *)y, bf16, n, k, scale, zero_point, 1) \
+            : cq_narrow((const uint8_t *)x, from, (uint16_t *)y, bf16, n, k, scale, zero_point, 0))
+    switch (2 * from + bf16) { /* constants for the compiler: a loop each */
+    case 2 * CQ_FROM_UINT8: return CQ_NARROW(CQ_FROM_UINT8, 0);
+    case 2 * CQ_FROM_UINT8 + 1: return CQ_NARROW(CQ_FROM_UINT8, 1);
+    case 2 * CQ_FROM_INT8: return CQ_NARROW(CQ_FROM_INT8, 0);
+    case 2 * CQ_FROM_INT8 + 1: return CQ_NARROW(CQ_FROM_INT8, 1);
+    case 2 * CQ_FROM_MINIFLOAT: return CQ_NARROW(CQ_FROM_MINIFLOAT, 0);
+    case 2 * CQ_FROM_MINIFLOAT + 1: return CQ_NARROW(CQ_FROM_MINIFLOAT, 1);
+    }
+#undef CQ_NARROW
+#endif
+    return 0;
 }
 
 /* Copy past the caches: for outputs that would only push other data out of them. cq_fence() must follow
