@@ -238,7 +238,9 @@ def _add_operators(group: click.Group, *, planning: bool) -> None:
     @click.argument("src")
     @click.argument("dst")
     @_linear_options
-    @click.option("--dtype", metavar="DTYPE", help="Of the result: int8, float8_e4m3fn, ... [that of the zero point].")
+    @click.option(
+        "--dtype", metavar="DTYPE", help="Of the result: int8, float8_e4m3fn, ... [that of a zero point array]."
+    )
     @click.option("--saturate/--no-saturate", default=True, show_default=True, help="What is too large for a float8.")
     @click.option("--precision", metavar="DTYPE", help="What is divided in [the type of scale].")
     @dry
@@ -246,7 +248,7 @@ def _add_operators(group: click.Group, *, planning: bool) -> None:
     def quantize(src: str, dst: str, dtype: str | None, saturate: bool, precision: str | None, **options: Any) -> None:
         """Write round(SRC / scale) + zero point, saturated, to the group DST (ONNX QuantizeLinear).
 
-        DST gets the arrays data, scale and zero_point and the operator's attributes: `chunkq dequantize DST` needs no more.
+        DST gets the arrays data, scale and zero_point (if any) and the operator: `chunkq dequantize DST OUT` needs no more.
         """
         source, arguments = linear_arguments(src, options)
         if dtype is None and not hasattr(arguments["zero_point"], "dtype"):
