@@ -4,6 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
+import zarr
 
 import chunkq
 from chunkq import errors
@@ -103,6 +104,11 @@ REQUESTS = {
     "out of another type": (dq(X, 1.0, out=np.zeros((3, 4))), "out", "out is float64"),
     "out read-only": (dq(X, 1.0, out=np.broadcast_to(OUT, OUT.shape)), "out", "read-only"),
     "out masked": (dq(X, 1.0, out=np.ma.zeros((3, 4), np.float32)), "out", "out is a MaskedArray"),
+    "out a window over itself": (
+        dq(X, 1.0, out=np.lib.stride_tricks.as_strided(OUT, (3, 4), (8, 4))),
+        "out",
+        "share memory",
+    ),
     "out a list": (dq(X, 1.0, out=[]), "out", "out is a list"),
     "out shared by elements": (
         dq(X, 1.0, out=np.lib.stride_tricks.as_strided(OUT[:1], (3, 4), (0, 4))),
@@ -179,3 +185,20 @@ def test_reasons_are_a_closed_list():
     with pytest.raises(AssertionError):
         chunkq.SpecError("because", "no such reason")
     assert "axis" in errors.REASONS
+
+
+def test_out_of_every_layout_that_shares_nothing():
+    for out in (np.zeros((4, 3), np.float32).T, np.zeros((6, 8), np.float32)[::2, ::2], np.zeros((3, 4), np.float32)[::-1],
+                np.asmatrix(np.zeros((3, 4), np.float32))):  # fmt: skip
+        assert dq(X + 1, 2.0, out=out)() is out
+        assert (np.asarray(out) == 2).all()
+
+
+def test_a_zarr_scale_that_lacks_objects():
+    """In memory too; zeros are no scale, so that nothing was left out as fill."""
+    scale = zarr.create_array(zarr.storage.MemoryStore(), shape=(4,), chunks=(2,), dtype="float32")
+    scale[:2] = 1.0
+    with pytest.raises(chunkq.RunError, match="lacks 1 stored objects, among them c/1"):
+        chunkq.dequantize_linear(X, scale)
+    zero_point = zarr.create_array(zarr.storage.MemoryStore(), shape=(), dtype="int8")  # 0, which zarr leaves out
+    assert (chunkq.dequantize_linear(X + 1, 2.0, zero_point) == 2).all()

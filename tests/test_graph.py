@@ -366,6 +366,22 @@ def test_blocks_that_are_not_what_was_promised():
         refused(reason, lambda liar=liar: OP(liar).compute(scheduler="sync"))
 
 
+def test_blocks_of_a_parameter_are_checked_too():
+    x = da.zeros((4, 6), chunks=(2, 3), dtype="int8")
+    masked = da.ones(4, chunks=2, dtype="float32").map_blocks(np.ma.array, mask=True, meta=np.empty(0, "f4"))
+    short = da.ones(4, chunks=2, dtype="float32").map_blocks(lambda b: b[:1], dtype="f4", meta=np.empty(0, "f4"))
+    for scale, reason in ((masked, "masked"), (short, "shape")):
+        with pytest.raises(chunkq.SpecError) as caught:
+            chunkq.dequantize_linear(x, scale, axis=0).compute(scheduler="sync")
+        assert caught.value.reason == reason
+
+
+def test_more_blocks_than_a_graph_can_hold():
+    x = zarr.create_array(zarr.storage.MemoryStore(), shape=(2**31, 2**31, 4), chunks=(1, 1, 1), dtype="int8")
+    with pytest.raises(chunkq.SpecError, match="too many for Dask"):
+        chunkq.dequantize_linear(x, 1.0)
+
+
 @pytest.mark.skipif(PLANNING, reason="this is that run")
 def test_with_query_planning():
     """The same file once more, with array expressions switched on before dask.array is imported."""

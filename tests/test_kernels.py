@@ -16,6 +16,7 @@ import chunkq
 from chunkq import kernels, run
 from chunkq.dtypes import ELEMENT_TYPES
 from chunkq.kernels import _cpu
+from chunkq.threads import available_cpus, thread_count
 
 X = np.random.default_rng(0).integers(0, 255, (64, 20_000), np.uint8)
 SCALE = np.linspace(-1, 1, 64, dtype=np.float32)
@@ -243,3 +244,8 @@ def test_beside_another_openmp_library():
     )
     done = python(code)
     assert done.returncode == 0, done.stderr
+
+
+def test_threads_are_bounded():
+    """OpenMP ends the process when the system refuses it one."""
+    assert thread_count(10**6, 10**9) <= max(64, available_cpus())

@@ -798,6 +798,26 @@ def test_overwrite_removes_nothing_of_the_users(group, make):
     refused("dequantize", "int8.zarr", group, "--scale", 1, "--overwrite", part="target")
 
 
+@pytest.mark.parametrize("attributes", [{}, {"node_type": "array"}, {"text": "chunkq.operator"}])
+def test_overwrite_spares_groups_of_others(folder, attributes):
+    """Consolidated metadata, as OME-Zarr has it, names arrays before it says that this is a group."""
+    other = zarr.open_group("other.zarr", mode="w", attributes=attributes)
+    for name in "01":
+        other.create_array(name, data=np.ones((4, 4), "u1"), chunks=(2, 2))
+    zarr.consolidate_metadata("other.zarr")
+    save("x.zarr", X)
+    refused("quantize", "x.zarr", "other.zarr", "--scale", 1, "--dtype", "uint8", "--overwrite", part="no part of")
+
+
+def test_a_local_store_is_a_path(folder):
+    save("x.zarr", X)
+    Path("mine").mkdir()
+    Path("mine", "precious.txt").write_text("mine")
+    for place in ("x.zarr/sub", "mine"):
+        with pytest.raises(chunkq.SpecError):
+            chunkq.plan(chunkq.QuantizeLinear(1.0), "x.zarr", zarr.storage.LocalStore(place), overwrite=True)
+
+
 @pytest.mark.parametrize("place", ["q.zarr/data", "q.zarr/scale", "q.zarr", "q.zarr/new", "q.zarr/data/c"])
 def test_targets_that_touch_the_source(group, place):
     refused("dequantize", group, place, "--overwrite", part="source")
