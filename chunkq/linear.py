@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from chunkq.dtypes import DEQUANTIZE_LINEAR_X, QUANTIZE_LINEAR_X
+from chunkq.dtypes import DEQUANTIZE_LINEAR_X, FLOATS, QUANTIZE_LINEAR_X, QUANTIZED
 from chunkq.errors import SpecError
 from chunkq.operands import described, kind, optional_type, parameter
 from chunkq.ops import Operator
@@ -35,6 +35,9 @@ class _Linear(Operator):
 
     INPUTS = ("scale", "zero_point")
 
+    #: What output_dtype may be.
+    OUTPUTS: ClassVar[tuple[str, ...]] = FLOATS
+
     def __init__(
         self,
         scale: Any,
@@ -45,8 +48,8 @@ class _Linear(Operator):
         x_dtype: Any,
         scale_dtype: Any,
     ) -> None:
-        self.output_dtype = optional_type("output_dtype", output_dtype)
-        self.x_dtype = optional_type("x_dtype", x_dtype)
+        self.output_dtype = optional_type("output_dtype", output_dtype, self.OUTPUTS)
+        self.x_dtype = optional_type("x_dtype", x_dtype, self.x_types())
         self.scale_dtype = optional_type("scale_dtype", scale_dtype)
         self.scale = parameter("scale", scale, "float32", self.scale_dtype)
         self.zero_point = zero_point
@@ -150,7 +153,7 @@ class _Quantizing(_Linear):
         if not isinstance(saturate, (bool, int)) or saturate not in (0, 1):
             raise SpecError("argument", f"saturate={saturate!r}: expected True or False")
         self.saturate = bool(saturate)
-        self.precision = optional_type("precision", precision)
+        self.precision = optional_type("precision", precision, FLOATS)
 
     def x_types(self) -> tuple[str, ...]:
         return QUANTIZE_LINEAR_X
@@ -216,6 +219,7 @@ class QuantizeLinear(_Quantizing):
     __slots__ = ()
 
     ATTRIBUTES = ("axis", "block_size", "output_dtype", "saturate", "precision", "x_dtype", "scale_dtype")
+    OUTPUTS = QUANTIZED
 
     def __init__(
         self,
@@ -293,7 +297,7 @@ class QuantizeDequantize(_Quantizing):
     ) -> None:
         shared = scale, zero_point, axis, block_size, output_dtype, x_dtype, scale_dtype
         super().__init__(*shared, saturate=saturate, precision=precision)
-        self.quantized_dtype = optional_type("quantized_dtype", quantized_dtype)
+        self.quantized_dtype = optional_type("quantized_dtype", quantized_dtype, QUANTIZED)
 
     def bind(self, shape: Shape, x_dtype: str) -> tuple[QuantSpec, tuple[Any, ...]]:
         spec, params = self._quantize(shape, x_dtype, self.quantized_dtype)

@@ -125,6 +125,6 @@ def described(name: str, value: Any, declared: str | None = None) -> tuple[Shape
     return tuple(int(n) for n in shape), element_of(name, value, declared, tuple(ELEMENT_TYPES))
 
 
-def optional_type(name: str, value: Any) -> str | None:
+def optional_type(name: str, value: Any, allowed: tuple[str, ...] = tuple(ELEMENT_TYPES)) -> str | None:
     """The element type an optional argument names."""
-    return None if value is None else element_type(name, value, tuple(ELEMENT_TYPES))
+    return None if value is None else element_type(name, value, allowed)
