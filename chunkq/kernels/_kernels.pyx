@@ -33,8 +33,8 @@ cdef extern from "elements.h" nogil:
     cq_by_f16 cq_by_f16_of(const cq_minifloat*)
     void cq_load_minifloat(const uint8_t*, float*, Py_ssize_t, const cq_minifloat*, const cq_by_f16*, float, float, int)
     Py_ssize_t cq_quantize_8(const float*, void*, int, Py_ssize_t, float, float, int, int, int)
-    int CQ_FROM_UINT8, CQ_FROM_INT8, CQ_FROM_MINIFLOAT
-    Py_ssize_t cq_dequantize_narrow(const void*, int, void*, int, Py_ssize_t, const cq_by_f16*, float, float, int)
+    int CQ_FROM_UINT8, CQ_FROM_INT8, CQ_FROM_MINIFLOAT, CQ_TO_F16, CQ_TO_BF16, CQ_TO_F32
+    Py_ssize_t cq_dequantize_bytes(const void*, int, void*, int, Py_ssize_t, const cq_by_f16*, float, float, int)
     void cq_store_minifloat(const float*, uint8_t*, Py_ssize_t, const cq_minifloat*, int32_t)
     void cq_stream(void*, const void*, Py_ssize_t)
     void cq_fence()
@@ -97,6 +97,7 @@ cdef struct Job:
     bint shifted                             # whether there is a zero point, where zeros have signs
     bint in_place                            # whether results are computed in y itself
     bint narrow                              # whether one loop does it all, in y itself
+    int from_bytes, to                       # for cq_dequantize_bytes; -1 for x of other widths
     bint staged, advancing, stream
     Py_ssize_t x_size, y_size
     Py_ssize_t run, run_phase                # where not advancing: step of what changes along a row, or 0
@@ -370,13 +371,9 @@ cdef void dequantize_run(const Job* job, Py_ssize_t at, Py_ssize_t n, float* til
     cdef const char* x = job.x + at * job.x_size
     cdef char* y = job.y + at * job.y_size
     cdef Py_ssize_t done = 0
-    cdef int kind = CQ_FROM_UINT8
-    if job.narrow:
-        if job.x_code == INT8:
-            kind = CQ_FROM_INT8
-        elif job.x_code == MINIFLOAT:
-            kind = CQ_FROM_MINIFLOAT
-        done = cq_dequantize_narrow(x, kind, y, job.y_code == BFLOAT16, n, &job.by_f16, scale, zero_point, job.stream)
+    if job.from_bytes >= 0:
+        done = cq_dequantize_bytes(x, job.from_bytes, y if job.narrow else <char*>tile, job.to, n, &job.by_f16, scale,
+                                   zero_point, job.narrow and job.stream)
         if done == n:
             return
     decode(job, x + done * job.x_size, n - done, tile + done, scale, zero_point, True)
@@ -555,8 +552,7 @@ cdef bint prepare(Job* job, const Py_ssize_t[:, ::1] geometry, const Py_ssize_t*
             job.run, job.run_phase = step, phase
     job.narrow = False
     if not job.advancing and job.op == DEQUANTIZE_LINEAR:
-        job.narrow = ((job.x_code == UINT8 or job.x_code == INT8 or job.x_code == MINIFLOAT)
-                      and (job.y_code == FLOAT16 or job.y_code == BFLOAT16))
+        job.narrow = job.from_bytes >= 0 and job.to != CQ_TO_F32
     elif not job.advancing and job.op == QUANTIZE_LINEAR:
         job.narrow = job.x_code == FLOAT32 and (job.y_code == UINT8 or job.y_code == INT8)
     split_into_items(job)
@@ -603,6 +599,16 @@ cdef int read_settings(Job* job, const Py_ssize_t[::1] settings, int own) except
         raise ValueError("settings has a minifloat out of range")
     if job.q_code == MINIFLOAT:
         job.by_f16 = cq_by_f16_of(&job.mini)
+    job.from_bytes = -1
+    if job.x_code == UINT8:
+        job.from_bytes = CQ_FROM_UINT8
+    elif job.x_code == INT8:
+        job.from_bytes = CQ_FROM_INT8
+    elif job.x_code == MINIFLOAT:
+        job.from_bytes = CQ_FROM_MINIFLOAT
+    job.to = CQ_TO_F32
+    if job.y_code != FLOAT32:
+        job.to = CQ_TO_BF16 if job.y_code == BFLOAT16 else CQ_TO_F16
     for k in (job.x_code, job.y_code):
         if UINT_BITS <= k <= MINIFLOAT and k != job.q_code:
             raise ValueError("a narrow type is not the quantized one")

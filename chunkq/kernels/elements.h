@@ -279,13 +279,16 @@ static inline void cq_store_32(void *y, __m256i v, int stream) {
 }
 #endif
 
-/* From one byte to two in one loop, by way of registers: (value - zero_point) * scale of 8-bit integers and minifloats as
-   float16 or bfloat16. Returns how many were done; it stops before NaN and what is not 16 elements. */
+/* (value - zero_point) * scale of 8-bit integers and minifloats as 16-bit floats or float32, in one loop by way of registers.
+   Returns how many were done; it stops before NaN (in 16 bits) and what is not 16 elements. */
 enum { CQ_FROM_UINT8, CQ_FROM_INT8, CQ_FROM_MINIFLOAT };
+enum { CQ_TO_F16, CQ_TO_BF16, CQ_TO_F32 };
 
 #ifdef CQ_F16_WAY
-static inline ptrdiff_t cq_narrow(const uint8_t *x, int from, uint16_t *y, int bf16, ptrdiff_t n, const cq_by_f16 *k,
-                                  float scale, float zero_point, int stream) {
+static inline ptrdiff_t cq_from_bytes(const uint8_t *x, int from, void *to, int kind, ptrdiff_t n, const cq_by_f16 *k,
+                                      float scale, float zero_point, int stream) {
+    uint16_t *y = (uint16_t *)to;
+    float *t = (float *)to;
     const __m256 s = _mm256_set1_ps(scale), z = _mm256_set1_ps(zero_point);
     ptrdiff_t i = 0;
     for (; i + 16 <= n; i += 16) {
@@ -300,8 +303,13 @@ static inline ptrdiff_t cq_narrow(const uint8_t *x, int from, uint16_t *y, int b
         }
         a = _mm256_mul_ps(_mm256_sub_ps(a, z), s);
         b = _mm256_mul_ps(_mm256_sub_ps(b, z), s);
+        if (kind == CQ_TO_F32) {
+            _mm256_storeu_ps(t + i, a);
+            _mm256_storeu_ps(t + i + 8, b);
+            continue;
+        }
         if (CQ_NAN_AMONG(a, b)) break;
-        if (bf16) {
+        if (kind == CQ_TO_BF16) {
             __m256i packed = _mm256_packus_epi32(cq_8_to_bf16(a), cq_8_to_bf16(b));
             cq_store_32(y + i, _mm256_permute4x64_epi64(packed, 0xd8), stream);
         } else {
@@ -341,22 +349,26 @@ static ptrdiff_t cq_quantize_8(const float *x, void *to, int is_signed, ptrdiff_
     return i;
 }
 
-static ptrdiff_t cq_dequantize_narrow(const void *x, int from, void *y, int bf16, ptrdiff_t n, const cq_by_f16 *k,
-                                      float scale, float zero_point, int stream) {
+static ptrdiff_t cq_dequantize_bytes(const void *x, int from, void *y, int kind, ptrdiff_t n, const cq_by_f16 *k,
+                                     float scale, float zero_point, int stream) {
 #ifdef CQ_F16_WAY
     stream = stream && ((uintptr_t)y & 31) == 0;
-#define CQ_NARROW(from, bf16) \
-    (stream ? cq_narrow((const uint8_t *)x, from, (uint16_t *)y, bf16, n, k, scale, zero_point, 1) \
-            : cq_narrow((const uint8_t *)x, from, (uint16_t *)y, bf16, n, k, scale, zero_point, 0))
-    switch (2 * from + bf16) { /* constants for the compiler: a loop each */
-    case 2 * CQ_FROM_UINT8: return CQ_NARROW(CQ_FROM_UINT8, 0);
-    case 2 * CQ_FROM_UINT8 + 1: return CQ_NARROW(CQ_FROM_UINT8, 1);
-    case 2 * CQ_FROM_INT8: return CQ_NARROW(CQ_FROM_INT8, 0);
-    case 2 * CQ_FROM_INT8 + 1: return CQ_NARROW(CQ_FROM_INT8, 1);
-    case 2 * CQ_FROM_MINIFLOAT: return CQ_NARROW(CQ_FROM_MINIFLOAT, 0);
-    case 2 * CQ_FROM_MINIFLOAT + 1: return CQ_NARROW(CQ_FROM_MINIFLOAT, 1);
+#define CQ_CASE(from, kind) \
+    case 4 * from + kind: \
+        if (stream) return cq_from_bytes((const uint8_t *)x, from, y, kind, n, k, scale, zero_point, 1); \
+        return cq_from_bytes((const uint8_t *)x, from, y, kind, n, k, scale, zero_point, 0);
+    switch (4 * from + kind) { /* constants for the compiler: a loop each */
+        CQ_CASE(CQ_FROM_UINT8, CQ_TO_F16)
+        CQ_CASE(CQ_FROM_UINT8, CQ_TO_BF16)
+        CQ_CASE(CQ_FROM_UINT8, CQ_TO_F32)
+        CQ_CASE(CQ_FROM_INT8, CQ_TO_F16)
+        CQ_CASE(CQ_FROM_INT8, CQ_TO_BF16)
+        CQ_CASE(CQ_FROM_INT8, CQ_TO_F32)
+        CQ_CASE(CQ_FROM_MINIFLOAT, CQ_TO_F16)
+        CQ_CASE(CQ_FROM_MINIFLOAT, CQ_TO_BF16)
+        CQ_CASE(CQ_FROM_MINIFLOAT, CQ_TO_F32)
     }
-#undef CQ_NARROW
+#undef CQ_CASE
 #endif
     return 0;
 }
