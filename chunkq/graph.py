@@ -20,7 +20,7 @@ from chunkq.dtypes import ELEMENT_TYPES
 from chunkq.errors import SpecError
 from chunkq.operands import declare
 from chunkq.run import Array, check_values, refuse_masked, run_chunk
-from chunkq.spec import ParamSpec, QuantSpec, Region, Shape
+from chunkq.spec import ParamSpec, QuantSpec, Region, Shape, cut
 from chunkq.store import Handle, ZarrArray, object_shape, open_source
 from chunkq.transport import teach_distributed
 
@@ -155,7 +155,7 @@ def _cut_in_graph(param: ParamSpec, value: Any, chunks: Chunks) -> Any:
 
 def _cuts(k: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
     """What each block of x needs of a parameter along one axis."""
-    return [(a // k, -(-b // k)) for a, b in pairwise((0, *accumulate(lengths)))] if k else [(0, 1)]
+    return [cut(a, b, k) for a, b in pairwise((0, *accumulate(lengths)))] if k else [cut(0, 0, 0)]
 
 
 def _meta(spec: QuantSpec) -> Array:

@@ -41,6 +41,11 @@ FORMULAS = {
 }
 
 
+def cut(start: int, stop: int, step: int) -> tuple[int, int]:
+    """What start : stop of a tensor's axis needs of a parameter with this step; the one slicing rule."""
+    return (start // step, -(-stop // step)) if step else (0, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
     """One parameter of an operation.
@@ -67,10 +72,7 @@ class ParamSpec:
 
         Neighbouring regions may share an element: these cuts are no partition.
         """
-        return tuple(
-            slice(0, 1) if k == 0 else slice(part.start // k, -(-part.stop // k))
-            for part, k in zip(region, self.steps, strict=True)
-        )
+        return tuple(slice(*cut(part.start, part.stop, k)) for part, k in zip(region, self.steps, strict=True))
 
     def phases(self, start: Shape) -> Shape:
         """Say for each axis how far inside a step a region starts."""

@@ -167,7 +167,6 @@ needs_objdump = pytest.mark.skipif(
 
 @needs_objdump
 @pytest.mark.skipif("avx2" not in kernels.built(), reason="this installation has no AVX2 build")
-@pytest.mark.skipif(os.environ.get("CHUNKQ_DEBUG") == "1", reason="a build with checks is not vectorised")
 def test_avx2_divides_vectors():
     assert re.search(r"vdivps\s.*%ymm", disassembled("_kernels_avx2"))
 

@@ -694,3 +694,29 @@ def test_e8m0_scales_need_a_type_of_y():
     refused("dtype", chunkq.quantize_dequantize, np.zeros(X, np.float32), scale)
     assert chunkq.quantize_linear(np.float32([6]), scale).tolist() == [3]
     assert chunkq.quantize_dequantize(np.float32([6]), scale, output_dtype="bfloat16").dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("name", ["int8", "uint8"])
+@pytest.mark.parametrize("zero_point", [None, 0, 1, "low", "high"])
+def test_special_values_in_whole_vectors(name, zero_point, isa):
+    """Runs of 32 and more take a loop of their own: NaN, infinities, ties and saturation at every place of it."""
+    limits = np.iinfo(name)
+    given = {"low": limits.min, "high": limits.max}.get(zero_point, zero_point)
+    zero = None if given is None else np.array(given, name)
+    values = np.float32([np.nan, np.inf, -np.inf, 0.0, -0.0, 0.5, 1.5, -0.5, -2.5, 3e38, -3e38, 126.5, 127.5, -128.5])
+    rng = np.random.default_rng(0)
+    x = rng.choice(values, 32 * 40 + 7)
+    for scale in np.float32([1.0, -1.0, 1e-30, 0.0, np.inf, np.nan]):
+        found = chunkq.quantize_linear(x, scale, zero, output_dtype=None if zero is not None else name)
+        expected = reference.quantize_linear(x, scale, zero, output_dtype=np.dtype(name))
+        assert reference.same_bits(found, expected), scale
+
+
+@pytest.mark.parametrize("name", ["int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+@pytest.mark.parametrize("y_name", REALS)
+def test_special_scales_over_whole_vectors(name, y_name, isa):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 16 if "float4" in name else 256, 16 * 40 + 7, np.uint8).view(dtype_of(name))
+    for scale in np.float32([1.0, -1e-3, 1e-30, 1e-40, 1e30, 0.0, np.inf, np.nan]):
+        found = chunkq.dequantize_linear(x, scale, output_dtype=y_name)
+        assert reference.same_bits(found, reference.dequantize_linear(x, scale, output_dtype=dtype_of(y_name))), scale
