@@ -6,7 +6,7 @@ A chunk or unit shape is one integer per axis; `chunks` is Dask's tuple of tuple
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
+from math import lcm, log, prod
 
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]
@@ -74,3 +74,90 @@ def grow(object_shape: Shape, shape: Shape, limit: int, last_axes: Shape = ()) -
         if factor < whole:
             break
     return tuple(grown)
+
+
+# ---- two grids
+
+
+def source_reads(shape: Shape, objects: Shape, unit_shape: Shape) -> float:
+    """How often a stored object is touched by units, on average; 1 where no unit cuts one.
+
+    Along an axis, objects and units cut the tensor into one piece more than there are interior boundaries of either, and
+    each piece is one unit touching one object.
+
+    >>> source_reads((12, 12), (4, 12), (6, 3))
+    5.333333333333333
+    """
+    reads = 1.0
+    for n, k, u in zip(shape, objects, unit_shape, strict=True):
+        if n:
+            shared = (n - 1) // lcm(k, u)
+            reads *= (-(-n // k) + -(-n // u) - 1 - shared) / -(-n // k)
+    return reads
+
+
+def _factors(number: int) -> Iterator[int]:
+    """Prime factors in rising order; what has none below 1000 stays whole, so that the size of a number is no matter."""
+    for prime in range(2, 1000):
+        while number % prime == 0:
+            yield prime
+            number //= prime
+    if number > 1:
+        yield number
+
+
+def _ladder(length: int, target: int, source: int) -> Shape:
+    """Multiples of a target object along one axis, from one to the first that ends where a source object does.
+
+    Multiplied factor by factor, since a divisor of the last one ends where source objects do more often than others, with
+    doublings before a large factor; none past the axis.
+
+    >>> _ladder(100, 2, 15), _ladder(19, 2, 15)
+    ((2, 4, 6, 12, 24, 30), (2, 4, 6, 12, 20))
+    """
+    if not length:
+        return (target,)
+    whole = -(-length // target) * target
+    rungs = [target]
+    for factor in _factors(lcm(target, source) // target):
+        start = rungs[-1]
+        rungs += [start << j for j in range(1, factor.bit_length()) if 1 << j < factor]
+        rungs.append(start * factor)
+    below = [rung for rung in rungs if rung < whole]
+    return tuple(below) if len(below) == len(rungs) else (*below, whole)
+
+
+def alignments(shape: Shape, target: Shape, source: Shape, limit: int = 1 << 40) -> list[Shape]:
+    """Shapes a unit may have: from one stored object of the target to whole objects of both grids.
+
+    Each is a whole multiple of the target's object and cuts fewer source objects than the one before. The axis that saves
+    the most readings for its growth is grown first. None but the first has more than `limit` elements of the tensor.
+
+    >>> alignments((100, 100), (1, 100), (4, 50))
+    [(1, 100), (2, 100), (4, 100)]
+    >>> alignments((90,), (20,), (30,))
+    [(20,), (40,), (60,)]
+    """
+    ladders = [list(_ladder(*axis)) for axis in zip(shape, target, source, strict=True)]
+    chain = [tuple(ladder.pop(0) for ladder in ladders)]
+    unit = chain[0]
+    while any(ladders):
+        axis = max(
+            (a for a, ladder in enumerate(ladders) if ladder), key=lambda a: _gain(a, ladders, unit, shape, source)
+        )
+        grown = (*unit[:axis], ladders[axis][0], *unit[axis + 1 :])
+        if prod(map(min, grown, shape)) > limit:
+            ladders[axis] = []  # this axis is done; another may grow by less
+            continue
+        ladders[axis].pop(0)
+        unit = grown
+        if source_reads(shape, source, unit) < source_reads(shape, source, chain[-1]):
+            chain.append(unit)
+    return chain
+
+
+def _gain(axis: int, ladders: list[list[int]], unit: Shape, shape: Shape, source: Shape) -> float:
+    """By what power of its growth the next step along an axis lowers the readings."""
+    n, now, then = shape[axis], unit[axis], ladders[axis][0]
+    saved = source_reads((n,), (source[axis],), (now,)) / source_reads((n,), (source[axis],), (then,))
+    return log(saved) / log(min(then, n) / now)
