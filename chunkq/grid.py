@@ -6,7 +6,7 @@ A chunk or unit shape is one integer per axis; `chunks` is Dask's tuple of tuple
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import lcm, log, prod
+from math import gcd, lcm, log, prod
 
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]
@@ -94,6 +94,17 @@ def source_reads(shape: Shape, objects: Shape, unit_shape: Shape) -> float:
             shared = (n - 1) // lcm(k, u)
             reads *= (-(-n // k) + -(-n // u) - 1 - shared) / -(-n // k)
     return reads
+
+
+def reach(shape: Shape, objects: Shape, unit_shape: Shape) -> Shape:
+    """Elements along each axis of the objects that one unit touches, at most.
+
+    >>> reach((100, 100, 100), (10, 10, 80), (20, 15, 90))
+    (20, 20, 160)
+    """
+    # a unit begins at any multiple of what it and the object have in common
+    touched = (-(-(u + k - gcd(u, k)) // k) for k, u in zip(objects, unit_shape, strict=True))
+    return tuple(k * min(c, -(-n // k)) for n, k, c in zip(shape, objects, touched, strict=True))
 
 
 def _factors(number: int) -> Iterator[int]:
