@@ -1,6 +1,6 @@
 """zarr arrays and groups that are there: open, layout, which objects exist. Nothing here writes (target.py does).
 
-Imports errors, dtypes, grid and spec's type names.
+Imports errors, dtypes, grid, places and spec's type names.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from zarr.storage import LocalStore
 from chunkq.dtypes import from_holder
 from chunkq.errors import ChunkqError, RunError, SpecError
 from chunkq.grid import counts, unravel
+from chunkq.places import Place, get, outward_link, place_of, shown_as
+from chunkq.places import first_line as first_line
 from chunkq.spec import Region, Shape
 
 #: Attributes of what chunkq writes: the operator it was made with, and whether every object was written.
@@ -72,24 +74,36 @@ def is_local(location: Any) -> bool:
     return isinstance(location, str) and "://" not in location
 
 
-def open_source(source: Any, argument: str = "source", *, unfinished: bool = False) -> ZarrArray:
+def open_source(
+    source: Any,
+    argument: str = "source",
+    *,
+    unfinished: bool = False,
+    storage_options: dict[str, Any] | None = None,
+) -> ZarrArray:
     """Open a zarr array for reading.
 
     Parameters
     ----------
-    source : str, path, zarr store or zarr.Array
+    source : str, path, URL, zarr store, Place or zarr.Array
         A path may lead into a group: ``store.zarr/scale``.
     argument : str
         What the caller calls it, for the message.
     unfinished : bool
         Whether the target of a run that has not ended will do.
+    storage_options : dict, optional
+        What fsspec needs to know for a URL.
 
     Raises
     ------
     SpecError
         Reason ``source``.
     """
-    array = source if isinstance(source, zarr.Array) else _open_node(zarr.open_array, source, argument)
+    if isinstance(source, zarr.Array):
+        array = source
+        _refuse_options(argument, storage_options)
+    else:
+        array = open_node(zarr.open_array, source, argument, storage_options)
     if array.attrs.get(COMPLETE) is False and not unfinished:
         raise SpecError(
             "source", f"{argument} is an unfinished target of chunkq ({COMPLETE} is false); run its job again"
@@ -100,49 +114,72 @@ def open_source(source: Any, argument: str = "source", *, unfinished: bool = Fal
         raise SpecError("source", f"{argument} has chunks of varying size; rewrite it on a regular grid") from error
     if any(n < 1 for n in object_shape(array)) or any(n < 0 for n in sizes):
         raise SpecError("source", f"{argument} has chunks of shape {object_shape(array)}; expected positive sizes")
+    _refuse_outward_link(argument, array)
     return array
 
 
-def _open_node(opener: Any, source: Any, argument: str) -> Any:
-    place = plain_path(source)
-    if isinstance(place, str) and not place:
+def _refuse_options(argument: str, storage_options: dict[str, Any] | None) -> None:
+    if storage_options:
+        raise SpecError("argument", f"storage_options go with a URL; {argument} is open already")
+
+
+def _refuse_outward_link(argument: str, array: ZarrArray) -> None:
+    """Refuse an array whose folder of chunks is a link to elsewhere; the listing looks at every other folder."""
+    place = place_of(array.store_path)
+    link = outward_link(place, array.metadata.encode_chunk_key((0,) * array.ndim))
+    if link is not None:
+        raise SpecError(
+            "source", f"{argument} {place.shown!r}: {link!r} is a link out of the array; pass what it leads to"
+        )
+
+
+def open_node(opener: Any, source: Any, argument: str = "source", storage_options: dict[str, Any] | None = None) -> Any:
+    """What zarr's `opener` makes of a place, for reading; every way to fail is one SpecError of reason ``source``."""
+    if isinstance(source, str) and not source:
         raise SpecError("source", f"{argument} is empty; expected the path of a zarr array")
+    place = place_of(source, storage_options, argument=argument)
+    unreadable = f"{argument} {place.shown!r} is not a readable zarr array"
     try:
-        return opener(place, mode="r")
+        # one request first: of the several that zarr has in flight when the first fails, the others leave noise
+        version = 2 if get(place, "zarr.json") is None else 3
+        return opener(place.store_path, mode="r", zarr_format=version)
     except Exception as error:  # zarr has an error class for each way to fail, and damaged metadata adds more
-        what = "there is no such file or folder" if _absent(place) else first_line(error)
-        raise SpecError("source", f"{argument} {place!r} is not a readable zarr array: {what}") from error
+        raise SpecError("source", f"{unreadable}: {_what_failed(place, error)}") from error
 
 
-def open_quantized_group(source: Any) -> zarr.Group | None:
-    """The group that a quantizing run wrote, None where `source` is something else."""
-    node = source if isinstance(source, (zarr.Array, zarr.Group)) else _open_node(zarr.open, source, "source")
+def _what_failed(place: Place, error: Exception) -> str:
+    if place.local is not None and not os.path.exists(place.local):
+        return "there is no such file or folder"
+    if place.local is None and isinstance(error, FileNotFoundError):
+        return "nothing is there, or there is no such bucket"
+    if isinstance(error, PermissionError):
+        return f"access denied ({first_line(error)})"
+    return first_line(error)
+
+
+def open_quantized_group(source: Any, storage_options: dict[str, Any] | None = None) -> zarr.Group | None:
+    """The group that a quantizing run wrote, None where `source` is something else; with its consolidated metadata."""
+    if isinstance(source, (zarr.Array, zarr.Group)):
+        node = source
+        _refuse_options("source", storage_options)
+    else:
+        node = open_node(zarr.open, source, "source", storage_options)
     if not isinstance(node, zarr.Group) or OPERATOR not in node.attrs:
         return None
     if node.attrs.get(COMPLETE) is not True:
-        raise SpecError("source", f"source {source!r} is unfinished ({COMPLETE} is not true); run its job again")
+        shown = place_of(node.store_path).shown
+        raise SpecError("source", f"source {shown!r} is unfinished ({COMPLETE} is not true); run its job again")
     return node
 
 
 def location(array: ZarrArray) -> str:
     """Where an array is, as `open_source` takes it."""
-    return local_path(array) or str(array.store_path)
-
-
-def _absent(location: Any) -> bool:
-    return is_local(location) and not os.path.exists(location)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return local_path(array) or shown_as(array.store_path.store, array.store_path.path)
 
 
 def local_path(array: ZarrArray) -> str | None:
     """Real path of an array on a local file system, None elsewhere."""
-    store = array.store_path.store
-    if not isinstance(store, LocalStore):
-        return None
-    return os.path.realpath(os.path.join(store.root, array.store_path.path))
+    return place_of(array.store_path).local
 
 
 # ---- which objects exist

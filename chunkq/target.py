@@ -1,15 +1,18 @@
-"""The target of a run: what may be written or replaced, creating it, its attributes. With store.py all that touches zarr.
+"""The target of a run: what may be written or replaced, its documents, its attributes. With store.py all that touches zarr.
 
-Only the `create_` functions and `mark_complete` write. Imports store, grid and dtypes.
+A document is made in memory and put in one go, so that creating is atomic on every store and the same in every run.
+Imports admission, store, places, grid and dtypes.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import uuid
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -18,10 +21,25 @@ from typing import Any
 import numpy as np
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
+from zarr.errors import ZarrUserWarning
+from zarr.storage import MemoryStore
 
 from chunkq import grid
+from chunkq.admission import (
+    DATA,
+    DOCUMENT,
+    GROUP_ARRAYS,
+    LOCK,
+    OWN_ATTRIBUTES,
+    PARTIAL,
+    REPLACING,
+    belongs,
+    may_be_replaced,
+    strange,
+)
 from chunkq.dtypes import DTYPE_ATTRIBUTE, ELEMENT_TYPES, fill_value, to_holder
 from chunkq.errors import SpecError
+from chunkq.places import Place, get, keys, put, remove
 from chunkq.spec import ParamSpec, Shape
 from chunkq.store import (
     COMPLETE,
@@ -30,7 +48,6 @@ from chunkq.store import (
     ZarrArray,
     first_line,
     is_local,
-    is_object,
     local_path,
     open_source,
     plain_path,
@@ -57,14 +74,8 @@ COMPRESSORS: dict[str, tuple[Any, ...]] = {
     "gzip": (GzipCodec(), Crc32cCodec()),
 }
 
-#: What the group of a quantized tensor consists of.
-DATA = "data"
-GROUP_ARRAYS = (DATA, "scale", "zero_point")
-
 #: Elements of a stored object of a parameter: small enough to be read for every unit that needs a part of it.
 PARAM_OBJECT = 1 << 16
-
-_METADATA_FILES = ("zarr.json", ".zarray", ".zattrs", ".zmetadata", ".zgroup")
 
 
 def resolve_compressors(compressors: Any) -> tuple[Any, ...]:
@@ -137,11 +148,11 @@ def _inside(path: str, folder: str) -> bool:
 def _check_replaceable(target: str, path: str, overwrite: bool) -> None:
     if not os.path.isdir(path):
         raise SpecError("target", f"target {target!r} is a file, not a zarr array; nothing was touched")
-    strange = _strange_entry(path)
-    if strange is not None:
+    found = _strange_entry(path)
+    if found is not None:
         raise SpecError(
             "target",
-            f"target {target!r} holds {strange!r}, which is no part of a zarr array; nothing was touched",
+            f"target {target!r} holds {found!r}, which is no part of a zarr array; nothing was touched",
         )
     if not overwrite:
         raise SpecError("target_exists", f"target {target!r} exists; pass overwrite (--overwrite) to replace it")
@@ -173,15 +184,9 @@ def _strange_entry(path: str) -> str | None:
         for name in (*folders, *files):
             entry = os.path.join(folder, name)
             key = os.path.relpath(entry, path)
-            if os.path.islink(entry) or (name in files and not _belongs(array, key)):
+            if os.path.islink(entry) or (name in files and not belongs(array, key)):
                 return key
     return None
-
-
-def _belongs(array: ZarrArray, key: str) -> bool:
-    """Whether a file is the array's metadata, one of its objects, or what a write left of one."""
-    key = re.sub(r"\.[0-9a-f]+\.partial$", "", key.replace(os.sep, "/"))
-    return key in _METADATA_FILES or is_object(array, key)
 
 
 def _strange_in_group(path: str) -> str | None:
@@ -191,9 +196,9 @@ def _strange_in_group(path: str) -> str | None:
         child = os.path.join(path, name)
         if os.path.islink(child) or (name != "zarr.json" and (name not in GROUP_ARRAYS or not os.path.isdir(child))):
             return name
-        strange = None if name == "zarr.json" else _strange_entry(child)
-        if strange is not None:
-            return os.path.join(name, strange)
+        found = None if name == "zarr.json" else _strange_entry(child)
+        if found is not None:
+            return os.path.join(name, found)
     return None
 
 
@@ -210,6 +215,178 @@ def _check_remote_target(target: Any, inputs: list[tuple[str, ZarrArray]], overw
     if not overwrite:
         raise SpecError("target_exists", f"target {target!r} exists; pass overwrite (--overwrite) to replace it")
     raise SpecError("target", f"target {target!r} exists and is not a local folder: delete it first")
+
+
+# ---- documents
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an array is stored.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Of the tensor.
+    element : str
+        Its element type.
+    chunks, shards : tuple of int or None
+        Of one chunk, of one shard.
+    compressors : tuple of zarr codecs
+        From bytes to bytes.
+    attributes : dict
+        The array's.
+    dimension_names : tuple of str or None
+        Names of the axes.
+    """
+
+    shape: Shape
+    element: str
+    chunks: Shape
+    shards: Shape | None
+    compressors: tuple[Any, ...]
+    attributes: dict[str, Any]
+    dimension_names: tuple[str | None, ...] | None = None
+
+    def document(self) -> bytes:
+        """The zarr.json of the array. What is unwritten reads as `fill_value`."""
+        row = ELEMENT_TYPES[self.element]
+        attributes = self.attributes | ({DTYPE_ATTRIBUTE: self.element} if row.holder != row.dtype else {})
+        store = MemoryStore()
+        zarr.create_array(
+            store,
+            shape=self.shape,
+            dtype=row.holder,
+            chunks=self.chunks,
+            shards=self.shards,
+            compressors=self.compressors,
+            filters=None,
+            fill_value=fill_value(self.element),
+            attributes=attributes,
+            dimension_names=self.dimension_names,
+            zarr_format=3,
+        )
+        return get(Place(store, "", "memory"), DOCUMENT) or b""
+
+    def describe(self) -> dict[str, Any]:
+        """All that decides the stored bytes, but for what chunkq says in the attributes of the run itself."""
+        found: dict[str, Any] = json.loads(self.document())
+        return found | {"attributes": {k: v for k, v in found["attributes"].items() if k not in OWN_ATTRIBUTES}}
+
+
+def group_document(attributes: dict[str, Any]) -> bytes:
+    """The zarr.json of a group."""
+    store = MemoryStore()
+    zarr.create_group(store, attributes=attributes, zarr_format=3)
+    return get(Place(store, "", "memory"), DOCUMENT) or b""
+
+
+def write_metadata(place: Place, name: str, document: bytes) -> None:
+    """Put the document of a target (`name` is "") or of a child of it, in one write.
+
+    Raises
+    ------
+    SpecError
+        Reason ``target``.
+    """
+    try:
+        put(place, f"{name}/{DOCUMENT}".lstrip("/"), document)
+    except Exception as error:  # every store has errors of its own
+        raise SpecError("target", f"target {place.shown!r} cannot be written: {first_line(error)}") from error
+
+
+def replace(place: Place, document: bytes) -> None:
+    """Replace what `check_target` returned by an array or group without objects. After a kill anywhere, call it again.
+
+    The new document goes first, marked: from then on nothing takes old objects for the new array's.
+
+    Raises
+    ------
+    SpecError
+        Reason ``target``: not writable, or something strange appeared since it was checked; then that stays.
+    """
+    marked = json.loads(document)
+    marked["attributes"] |= {COMPLETE: False, REPLACING: True}
+    write_metadata(place, "", json.dumps(marked, indent=2).encode())
+    try:
+        remove(place, _old_keys(place))
+    except (SpecError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # every store has errors of its own
+        raise SpecError("target", f"target {place.shown!r} cannot be replaced: {first_line(error)}") from error
+    write_metadata(place, "", document)
+
+
+def _old_keys(place: Place) -> Iterator[str]:
+    for key, plain in keys(place):
+        if not plain or not may_be_replaced(key):
+            raise strange(place, key)
+        if key not in (DOCUMENT, LOCK):
+            yield key
+
+
+def partials(place: Place) -> list[str]:
+    """What killed writes left below a place, for `remove`."""
+    return [key for key, _ in keys(place) if PARTIAL.search(key)]
+
+
+def open_root(place: Place) -> ZarrArray | zarr.Group:
+    """The target itself, array or group, to be marked."""
+    return zarr.open(place.store_path, mode="r+", zarr_format=3)
+
+
+def open_target(place: Place) -> ZarrArray:
+    """The array of a target that is to be filled, a group's `data`; all-fill objects are written too."""
+    node = open_root(place)
+    if isinstance(node, zarr.Group):
+        return writable(zarr.open_array(place.below(DATA).store_path, mode="r+", zarr_format=3))
+    return writable(node)
+
+
+def write_quantized(
+    place: Place,
+    params: tuple[ParamSpec, ...],
+    values: tuple[Any, ...],
+    group_attributes: dict[str, Any],
+    layout: Layout,
+) -> None:
+    """Make the group of a quantized tensor: its document, its parameters, and last the document of its data.
+
+    Where that is there, all is there, and nothing is done; else everything is written (again).
+    """
+    if get(place.below(DATA), DOCUMENT) is not None:
+        return
+    write_metadata(place, "", group_document(group_attributes))
+    for param, value in zip(params, values, strict=True):
+        _write_param(place, param, value)
+    write_metadata(place, DATA, layout.document())
+
+
+def _write_param(place: Place, param: ParamSpec, value: Any) -> None:
+    """Copy a parameter into the group, one stored object at a time."""
+    shape = tuple(int(n) for n in value.shape)
+    layout = Layout(shape, param.dtype, _param_chunks(shape), None, COMPRESSORS["auto"], {})
+    write_metadata(place, param.name, layout.document())
+    array = writable(zarr.open_array(place.below(param.name).store_path, mode="r+", zarr_format=3))
+    _fill(array, param, value)
+
+
+def _param_chunks(shape: Shape) -> Shape:
+    chunks = [max(1, n) for n in shape]
+    for axis in range(len(chunks)):
+        while prod(chunks) > PARAM_OBJECT and chunks[axis] > 1:
+            chunks[axis] = -(-chunks[axis] // 2)
+    return tuple(chunks)
+
+
+def _fill(array: ZarrArray, param: ParamSpec, value: Any) -> None:
+    read = (lambda region: value[region]) if isinstance(value, np.ndarray) else Handle(value, param.dtype).read
+    for region in grid.regions(tuple(int(n) for n in array.shape), tuple(int(n) for n in array.chunks)):
+        plain = to_holder(np.asarray(read(region)))
+        array[region] = plain.astype(plain.dtype.newbyteorder("="), copy=False)
+
+
+# ---- creating, as long as job.py asks for it
 
 
 def _create_array(
@@ -281,24 +458,17 @@ def create_quantized(
 def _store_param(group: zarr.Group, param: ParamSpec, value: Any) -> None:
     """Copy a parameter into the group, one stored object at a time."""
     shape = tuple(int(n) for n in value.shape)
-    chunks = [max(1, n) for n in shape]
-    for axis in range(len(chunks)):
-        while prod(chunks) > PARAM_OBJECT and chunks[axis] > 1:
-            chunks[axis] = -(-chunks[axis] // 2)
     array = _create_array(
         partial(group.create_array, param.name),
         shape=shape,
         element=param.dtype,
-        chunks=tuple(chunks),
+        chunks=_param_chunks(shape),
         shards=None,
         compressors=COMPRESSORS["auto"],
         attributes={},
         dimension_names=None,
     )
-    read = (lambda region: value[region]) if isinstance(value, np.ndarray) else Handle(value, param.dtype).read
-    for region in grid.regions(shape, tuple(chunks)):
-        plain = to_holder(np.asarray(read(region)))
-        array[region] = plain.astype(plain.dtype.newbyteorder("="), copy=False)
+    _fill(array, param, value)
 
 
 def create_source(path: str, shape: Shape, chunks: Shape, dtype: str, names: tuple[str, ...]) -> ZarrArray:
@@ -320,8 +490,14 @@ def writable(array: ZarrArray) -> ZarrArray:
     return array.with_config({"write_empty_chunks": True})
 
 
-def mark_complete(node: ZarrArray | zarr.Group) -> None:
-    """Record that every object was written; the last write of a run."""
+def mark_complete(node: ZarrArray | zarr.Group, consolidate: bool = False) -> None:
+    """Record that every object was written; the last write of a run. A group's metadata may be consolidated before."""
+    if consolidate and isinstance(node, zarr.Group):
+        with warnings.catch_warnings():
+            # that zarr v3 has not adopted it yet is for who asked for it to know
+            warnings.simplefilter("ignore", ZarrUserWarning)
+            # a group that was opened before would write its document without
+            node = zarr.consolidate_metadata(node.store_path.store, path=node.store_path.path, zarr_format=3)
     node.attrs[COMPLETE] = True
 
 
@@ -332,7 +508,7 @@ def operator_attributes(operator: dict[str, Any]) -> dict[str, Any]:
 
 def source_attributes(source: ZarrArray, unpacks: bool) -> dict[str, Any]:
     """Attributes of a source, without chunkq's own of it; CF packing set aside where the operator has undone it."""
-    own = (DTYPE_ATTRIBUTE, OPERATOR, COMPLETE)
+    own = (DTYPE_ATTRIBUTE, *OWN_ATTRIBUTES)
     attributes = {name: value for name, value in source.attrs.items() if name not in own}
     if unpacks:
         packing = {name: attributes.pop(name) for name in PACKING_ATTRIBUTES if name in attributes}

@@ -1,0 +1,214 @@
+"""Whether a target may be written: what is there, whether all of it is a target's own, and what it must not touch.
+
+Writes nothing. Imports store and places.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zarr
+
+from chunkq.errors import SpecError
+from chunkq.places import Place, ancestors, comparable, first_line, get, keys, parent, place_of, relation
+from chunkq.store import COMPLETE, OPERATOR, ZarrArray, is_object, open_node, open_source
+
+#: Attribute of a target whose predecessor is being removed, and the object by which one process keeps others away.
+REPLACING = "chunkq.replacing"
+LOCK = "chunkq.lock"
+#: Attributes that say something of the run that wrote a target, not of the tensor.
+OWN_ATTRIBUTES = (OPERATOR, COMPLETE, REPLACING, "chunkq.fingerprint")
+
+#: What the group of a quantized tensor consists of.
+DATA = "data"
+GROUP_ARRAYS = (DATA, "scale", "zero_point")
+
+DOCUMENT = "zarr.json"
+METADATA_FILES = (DOCUMENT, ".zarray", ".zattrs", ".zmetadata", ".zgroup")
+#: What zarr's LocalStore leaves of a write that was killed.
+PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
+
+#: obstore's errors for what the credentials do not allow.
+_DENIED = ("PermissionDeniedError", "UnauthenticatedError")
+
+
+def check_target(place: Place, inputs: list[tuple[str, ZarrArray]]) -> ZarrArray | zarr.Group | None:
+    """Refuse a target that cannot or must not be written. Writes nothing.
+
+    Parameters
+    ----------
+    place : Place
+        From `place_of`, with ``writing=True``.
+    inputs : list of (str, zarr.Array)
+        The arrays that will be read, by name.
+
+    Returns
+    -------
+    zarr.Array, zarr.Group or None
+        What is there already, read-only; the caller compares fingerprints. What another run left of a write, its lock and
+        empty folders count as nothing.
+
+    Raises
+    ------
+    SpecError
+        Reasons ``target``, ``same_array``.
+    """
+    _refuse_kind(place)
+    try:
+        for name, array in inputs:
+            _refuse_shared(place, name, place_of(array.store_path))
+        node = _existing(place)
+        for above in ancestors(place):
+            if OPERATOR in _attributes_above(above):
+                raise SpecError(
+                    "target",
+                    f"target {place.shown!r} lies inside {above.shown!r}, which chunkq wrote; choose another place",
+                )
+    except SpecError:
+        raise
+    except Exception as error:  # every store has errors of its own
+        raise SpecError("target", f"target {place.shown!r} cannot be reached: {first_line(error)}") from error
+    _refuse_unwritable(place)
+    return node
+
+
+def _refuse_kind(place: Place) -> None:
+    if place.kind == "zip":
+        raise SpecError(
+            "target", f"target {place.shown!r} is a zip store, which cannot be written in parallel; pass a folder"
+        )
+    if place.read_only:
+        raise SpecError("target", f"target {place.shown!r} is a store that is only read ({place.kind or 'read_only'})")
+    if ".." in place.path.split("/") or "\0" in place.path:
+        raise SpecError("target", f"target {place.shown!r} has '..' or a NUL in its name; pass the plain path")
+
+
+def _refuse_shared(place: Place, name: str, source: Place) -> None:
+    """Refuse a target that shares stored objects with an input: it would be removed before it is read."""
+    if not comparable(place, source):
+        return
+    group = parent(source)
+    if group is not None and OPERATOR in _attributes_above(group):
+        source = group  # what a quantizing run wrote belongs together
+    found = relation(place, source)
+    if found == "same":
+        raise SpecError("same_array", f"target {place.shown!r} is the {name} itself")
+    if found:
+        shown = source.local or source.shown
+        raise SpecError("same_array", f"target {place.shown!r} and {name} {shown!r} lie one inside the other")
+
+
+def _attributes(document: bytes | None) -> dict[str, Any]:
+    """The attributes in a zarr v3 document; empty where there are none to be read."""
+    try:
+        found = json.loads(document or b"null")
+    except (ValueError, RecursionError):
+        return {}
+    attributes = found.get("attributes") if isinstance(found, dict) else None
+    return attributes if isinstance(attributes, dict) else {}
+
+
+def _attributes_above(place: Place) -> dict[str, Any]:
+    """Attributes of what lies above a target or an input."""
+    try:
+        return _attributes(get(place, DOCUMENT))
+    except Exception as error:
+        # who may write below a prefix need not be allowed to read above it
+        if isinstance(error, PermissionError) or type(error).__name__ in _DENIED:
+            return {}
+        raise
+
+
+def _existing(place: Place) -> ZarrArray | zarr.Group | None:
+    """The node of a target, and nothing beside it that is not its own."""
+    if place.local is not None and os.path.lexists(_spelled(place)) and not os.path.isdir(place.local):
+        raise SpecError("target", f"target {place.shown!r} is a file, not a zarr array; nothing was touched")
+    node = _node(place)
+    allowed = _is_remnant if node is None else _rule(place, node)
+    for key, plain in keys(place):
+        if not plain or not allowed(key):
+            raise strange(place, key)
+    return node
+
+
+def _spelled(place: Place) -> str:
+    """A local place before links are followed."""
+    return (
+        os.path.join(getattr(place.store, "root", ""), place.path)
+        if place.path
+        else str(getattr(place.store, "root", ""))
+    )
+
+
+def strange(place: Place, key: str) -> SpecError:
+    """The error for a key that is not a target's own."""
+    return SpecError(
+        "target", f"target {place.shown!r} holds {key!r}, which is no part of a zarr array; nothing was touched"
+    )
+
+
+def _node(place: Place) -> ZarrArray | zarr.Group | None:
+    """The array or the group of chunkq's at a place."""
+    found = next((name for name in METADATA_FILES if get(place, name) is not None), None)
+    if found is None:
+        return None
+    try:
+        node = open_node(zarr.open, place)
+        if isinstance(node, zarr.Array):
+            return open_source(node, unfinished=True)
+    except SpecError as error:
+        raise strange(place, found) from error
+    if OPERATOR not in node.attrs:
+        raise strange(place, f"{found} of a group")
+    return node  # type: ignore[no-any-return]
+
+
+def _is_remnant(key: str) -> bool:
+    """Whether a key is a lock, or what a killed write left."""
+    return key == LOCK or PARTIAL.search(key) is not None
+
+
+def _rule(place: Place, node: ZarrArray | zarr.Group) -> Callable[[str], bool]:
+    """Which keys a target may hold."""
+    if replacing(node):
+        return may_be_replaced
+    if isinstance(node, zarr.Array):
+        return lambda key: _is_remnant(key) or belongs(node, key)
+    arrays = {name: child for name in GROUP_ARRAYS if isinstance(child := _node(place.below(name)), zarr.Array)}
+
+    def of_group(key: str) -> bool:
+        name, _, rest = key.partition("/")
+        return _is_remnant(key) or key in METADATA_FILES or (name in arrays and belongs(arrays[name], rest))
+
+    return of_group
+
+
+def may_be_replaced(key: str) -> bool:
+    """Whether a key looks like a zarr array's or a group's of chunkq: what says more is gone while it is replaced."""
+    inner = re.sub(rf"^({'|'.join(GROUP_ARRAYS)})/", "", key)
+    return _is_remnant(key) or inner in METADATA_FILES or re.fullmatch(r"c|(c[./])?\d+([./]\d+)*", inner) is not None
+
+
+def belongs(array: ZarrArray, key: str) -> bool:
+    """Whether a key is the array's metadata, one of its objects, or what a write left of one."""
+    return key in METADATA_FILES or is_object(array, key) or PARTIAL.search(key) is not None
+
+
+def replacing(node: ZarrArray | zarr.Group) -> bool:
+    """Whether a target's predecessor is not yet removed: then `replace` goes on."""
+    return node.attrs.get(REPLACING) is True
+
+
+def _refuse_unwritable(place: Place) -> None:
+    if place.local is None:
+        return
+    above = Path(place.local)
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise SpecError("target", f"target {place.shown!r} cannot be written: {str(above)!r} is not a writable folder")
