@@ -42,17 +42,23 @@ __all__ = [
     "plan",
     "quantize_dequantize",
     "quantize_linear",
+    "stream",
     "unpack",
+    "verify",
 ]
 
 if TYPE_CHECKING:
-    from chunkq.job import plan
+    from chunkq.checking import verify
+    from chunkq.planning import plan
+    from chunkq.streaming import stream
+
+# These bring in dask and zarr; who only calls kernels need not wait for them.
+_LATE = {"plan": "planning", "stream": "streaming", "verify": "checking"}
 
 
 def __getattr__(name: str) -> Any:
-    # `plan` brings in dask and zarr; who only calls kernels need not wait for them.
-    if name == "plan":
-        from chunkq.job import plan
+    if name in _LATE:
+        from importlib import import_module
 
-        return plan
+        return getattr(import_module(f"chunkq.{_LATE[name]}"), name)
     raise AttributeError(f"module 'chunkq' has no attribute {name!r}")

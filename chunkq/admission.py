@@ -9,18 +9,20 @@ import json
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import zarr
 
 from chunkq.errors import SpecError
+from chunkq.lock import LOCK
 from chunkq.places import Place, ancestors, comparable, first_line, get, keys, parent, place_of, relation
-from chunkq.store import COMPLETE, OPERATOR, ZarrArray, is_object, open_node, open_source
+from chunkq.store import COMPLETE, OPERATOR, ZarrArray, open_node, refuse_odd_chunks
+from chunkq.stored import Keys
 
 #: Attribute of a target whose predecessor is being removed, and the object by which one process keeps others away.
 REPLACING = "chunkq.replacing"
-LOCK = "chunkq.lock"
 #: Attributes that say something of the run that wrote a target, not of the tensor.
 OWN_ATTRIBUTES = (OPERATOR, COMPLETE, REPLACING, "chunkq.fingerprint")
 
@@ -29,7 +31,7 @@ DATA = "data"
 GROUP_ARRAYS = (DATA, "scale", "zero_point")
 
 DOCUMENT = "zarr.json"
-METADATA_FILES = (DOCUMENT, ".zarray", ".zattrs", ".zmetadata", ".zgroup")
+METADATA_FILES = (DOCUMENT, ".zarray", ".zgroup", ".zattrs", ".zmetadata")
 #: What zarr's LocalStore leaves of a write that was killed.
 PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
 
@@ -37,14 +39,14 @@ PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
 _DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 
 
-def check_target(place: Place, inputs: list[tuple[str, ZarrArray]]) -> ZarrArray | zarr.Group | None:
+def check_target(place: Place, inputs: dict[str, ZarrArray]) -> ZarrArray | zarr.Group | None:
     """Refuse a target that cannot or must not be written. Writes nothing.
 
     Parameters
     ----------
     place : Place
         From `place_of`, with ``writing=True``.
-    inputs : list of (str, zarr.Array)
+    inputs : dict of zarr.Array
         The arrays that will be read, by name.
 
     Returns
@@ -60,7 +62,7 @@ def check_target(place: Place, inputs: list[tuple[str, ZarrArray]]) -> ZarrArray
     """
     _refuse_kind(place)
     try:
-        for name, array in inputs:
+        for name, array in inputs.items():
             _refuse_shared(place, name, place_of(array.store_path))
         node = _existing(place)
         for above in ancestors(place):
@@ -129,11 +131,31 @@ def _existing(place: Place) -> ZarrArray | zarr.Group | None:
     if place.local is not None and os.path.lexists(_spelled(place)) and not os.path.isdir(place.local):
         raise SpecError("target", f"target {place.shown!r} is a file, not a zarr array; nothing was touched")
     node = _node(place)
-    allowed = _is_remnant if node is None else _rule(place, node)
+    if node is None:
+        _refuse_strange(place, _is_remnant)
+    return node
+
+
+def check_replaceable(place: Place, node: ZarrArray | zarr.Group) -> None:
+    """Refuse to replace what `check_target` found if anything lies there that is not its own.
+
+    Raises
+    ------
+    SpecError
+        Reason ``target``.
+    """
+    try:
+        _refuse_strange(place, _rule(place, node))
+    except SpecError:
+        raise
+    except Exception as error:  # every store has errors of its own
+        raise SpecError("target", f"target {place.shown!r} cannot be listed: {first_line(error)}") from error
+
+
+def _refuse_strange(place: Place, allowed: Callable[[str], bool]) -> None:
     for key, plain in keys(place):
         if not plain or not allowed(key):
             raise strange(place, key)
-    return node
 
 
 def _spelled(place: Place) -> str:
@@ -160,10 +182,10 @@ def _node(place: Place) -> ZarrArray | zarr.Group | None:
     try:
         node = open_node(zarr.open, place)
         if isinstance(node, zarr.Array):
-            return open_source(node, unfinished=True)
+            refuse_odd_chunks("target", node)
     except SpecError as error:
         raise strange(place, found) from error
-    if OPERATOR not in node.attrs:
+    if isinstance(node, zarr.Group) and OPERATOR not in node.attrs:
         raise strange(place, f"{found} of a group")
     return node  # type: ignore[no-any-return]
 
@@ -178,8 +200,9 @@ def _rule(place: Place, node: ZarrArray | zarr.Group) -> Callable[[str], bool]:
     if replacing(node):
         return may_be_replaced
     if isinstance(node, zarr.Array):
-        return lambda key: _is_remnant(key) or belongs(node, key)
-    arrays = {name: child for name in GROUP_ARRAYS if isinstance(child := _node(place.below(name)), zarr.Array)}
+        return partial(belongs, Keys(node))
+    children = {name: _node(place.below(name)) for name in GROUP_ARRAYS}
+    arrays = {name: Keys(child) for name, child in children.items() if isinstance(child, zarr.Array)}
 
     def of_group(key: str) -> bool:
         name, _, rest = key.partition("/")
@@ -194,9 +217,9 @@ def may_be_replaced(key: str) -> bool:
     return _is_remnant(key) or inner in METADATA_FILES or re.fullmatch(r"c|(c[./])?\d+([./]\d+)*", inner) is not None
 
 
-def belongs(array: ZarrArray, key: str) -> bool:
-    """Whether a key is the array's metadata, one of its objects, or what a write left of one."""
-    return key in METADATA_FILES or is_object(array, key) or PARTIAL.search(key) is not None
+def belongs(keys: Keys, key: str) -> bool:
+    """Whether a key is an array's metadata, one of its objects, or what a write left of one."""
+    return key in METADATA_FILES or keys.index(key) is not None or _is_remnant(key)
 
 
 def replacing(node: ZarrArray | zarr.Group) -> bool:

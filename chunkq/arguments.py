@@ -13,21 +13,37 @@ import numpy as np
 from chunkq.dtypes import ELEMENT_TYPES, from_holder, to_float32
 from chunkq.errors import SpecError
 from chunkq.linear import DequantizeLinear
-from chunkq.operands import element_of, kind, optional_type, parameter
+from chunkq.operands import dashed, element_of, kind, load_npy, optional_type, parameter
 from chunkq.spec import normalize_axis
+
+#: Every operator's parameters.
+PARAMETER_NAMES = ("scale", "zero_point", "input_low", "input_high", "output_low", "output_high")
 
 #: Options of every ONNX operator.
 LINEAR_NAMES = ("scale", "zero_point", "axis", "block_size", "x_dtype", "scale_dtype")
 
 
-def read_parameter(option: str, text: str | None) -> Any:
+def option(name: str) -> str:
+    """What the command line calls an argument."""
+    return f"--{dashed(name)}"
+
+
+def open_at(location: str, storage_options: dict[str, Any] | None, argument: str = "source") -> Any:
+    """A zarr array of the command line; storage options go with URLs."""
+    from chunkq.places import options_for
+    from chunkq.store import open_source
+
+    return open_source(location, argument, storage_options=options_for(location, storage_options))
+
+
+def read_parameter(name: str, text: str | None, storage_options: dict[str, Any] | None = None) -> Any:
     """A parameter from the command line: number, list, .npy file or zarr array."""
     if text is None:
         return None
     try:
         values = [_number(part) for part in text.split(",")]
     except ValueError:
-        return _stored_parameter(option, text)
+        return load_npy(name, text) if text.endswith(".npy") else open_at(text, storage_options, name)
     return values if "," in text else values[0]
 
 
@@ -36,26 +52,6 @@ def _number(text: str) -> int | float:
         return int(text)
     except ValueError:
         return float(text)
-
-
-def _stored_parameter(option: str, text: str) -> Any:
-    if not text.endswith(".npy"):
-        from chunkq.store import open_source
-
-        return open_source(text, option)
-    try:
-        return np.array(np.load(text, mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError) as error:
-        raise SpecError("argument", f"{option}: {text!r} is not a readable .npy file: {error}") from error
-
-
-def numbers(option: str, text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise SpecError("chunks", f"{option} {text!r}: expected integers such as 4,1024,1024") from error
 
 
 def _lying_on_one_axis(source: Any, scale: Any, zero_point: Any) -> tuple[int | None, Any, Any]:
@@ -110,13 +106,13 @@ def _axis_for(source: Any, scale: Any, axis: int | None, block_size: Any) -> int
 
 def linear_arguments(src: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The source, and the arguments that the ONNX operators share; their options are taken out."""
-    from chunkq.store import open_source
-
     given = {name: options.pop(name) for name in LINEAR_NAMES}
     if given["scale"] is None:
         raise SpecError("argument", "--scale is missing (only a group that chunkq quantize wrote brings its own)")
-    source = open_source(src)
-    scale, zero_point = read_parameter("--scale", given["scale"]), read_parameter("--zero-point", given["zero_point"])
+    storage_options = options["storage_options"]
+    source = open_at(src, storage_options)
+    scale = read_parameter("--scale", given["scale"], storage_options)
+    zero_point = read_parameter("--zero-point", given["zero_point"], storage_options)
     axis, block_size = given["axis"], _block_size(given["block_size"])
     if axis is None and not block_size:
         axis, scale, zero_point = _lying_on_one_axis(source, scale, zero_point)
@@ -131,7 +127,10 @@ def linear_arguments(src: str, options: dict[str, Any]) -> tuple[Any, dict[str, 
 
 
 def _block_size(text: str | None) -> int | tuple[int, ...]:
-    sizes = numbers("--block-size", text) or (0,)
+    try:
+        sizes = tuple(int(part) for part in (text or "0").split(","))
+    except ValueError as error:
+        raise SpecError("block_size", f"--block-size {text!r}: expected integers such as 32 or 128,128") from error
     return sizes[0] if len(sizes) == 1 else sizes
 
 
@@ -142,7 +141,7 @@ def agreeing(source: Any, stored: DequantizeLinear, options: dict[str, Any]) -> 
     said: dict[str, tuple[Any, Any]] = {}
     for name in ("scale", "zero_point"):
         if given[name] is not None and not _is_stored(name, getattr(stored, name), given[name]):
-            raise SpecError("metadata", f"{_option(name)} {given[name]} is not what SRC brings along; leave it out")
+            raise SpecError("metadata", f"{option(name)} {given[name]} is not what SRC brings along; leave it out")
     if given["axis"] is not None and not isinstance(stored.block_size, tuple) and rank:
         said["axis"] = (stored.axis % rank, normalize_axis(given["axis"], rank))
     if given["block_size"] is not None:
@@ -152,20 +151,16 @@ def agreeing(source: Any, stored: DequantizeLinear, options: dict[str, Any]) -> 
             said[name] = (element_of(name, array, None, tuple(ELEMENT_TYPES)), optional_type(name, given[name]))
     for name, (own, asked) in said.items():
         if own != asked:
-            raise SpecError("metadata", f"{_option(name)} {asked} disagrees with SRC, which says {own}; leave it out")
+            raise SpecError("metadata", f"{option(name)} {asked} disagrees with SRC, which says {own}; leave it out")
 
 
 def _is_stored(name: str, own: Any, text: str) -> bool:
     """Whether a parameter given as well is the stored one (a large one is not read for that)."""
     if own is None or kind(own) == "zarr":
         return False
-    asked = parameter(name, read_parameter(_option(name), text), str(own.dtype))
+    asked = parameter(name, read_parameter(option(name), text), str(own.dtype))
     try:
         asked = from_holder(name, np.asarray(asked[...]), str(own.dtype))
     except SpecError:
         return False
     return bool(asked.shape == own.shape and np.array_equal(to_float32(asked), to_float32(own), equal_nan=True))
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -6,47 +6,25 @@ Exit code 0: done. 1: the run failed. 2: the request was wrong.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
 
 import chunkq
-from chunkq.arguments import agreeing, linear_arguments, numbers, read_parameter
-from chunkq.errors import ChunkqError, RunError, SpecError
+from chunkq.arguments import PARAMETER_NAMES, agreeing, linear_arguments, open_at, option, read_parameter
+from chunkq.console import Commands, prepare_console, with_progress
+from chunkq.errors import RunError, SpecError
+from chunkq.layout import parse_shape
 from chunkq.linear import DequantizeLinear, QuantizeLinear
-from chunkq.memory import format_size, keep_memory_flat
+from chunkq.memory import keep_memory_flat
 from chunkq.ops import FakeQuantize, Operator
 
-INTERRUPTED = 130
-
 Command = Callable[..., None]
-
-
-class Commands(click.Group):
-    """A group that ends every error of chunkq in one line and the right exit code."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except SpecError as error:
-            _fail(str(error), 2)
-        except (ChunkqError, OSError) as error:
-            _fail(str(error), 1)
-        except KeyboardInterrupt:
-            _fail("interrupted; the target is unfinished (its attribute chunkq.complete is false)", INTERRUPTED)
-
-
-def _fail(message: str, code: int) -> None:
-    click.echo(f"chunkq: {message}", err=True)
-    # reads that zarr had not begun when another failed are dropped at exit, each with a traceback nobody asked for
-    sys.unraisablehook = lambda _: None
-    raise click.exceptions.Exit(code)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -58,61 +36,16 @@ def main() -> None:
     (store.zarr/scale).
     """
     keep_memory_flat()
-    # zarr reports the first failed read of several; asyncio would print the others as tracebacks at exit
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    prepare_console()
 
 
 # ---- running
 
 
-def _progress(total: int, wanted: bool) -> AbstractContextManager[Any]:
-    """A bar on stderr with rate and time left, where a person is looking."""
-    if not wanted or not sys.stderr.isatty():
-        return nullcontext()
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    bar = Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("units  {task.fields[rate]}"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    bar.add_task("units", total=total, rate="")
-    return bar
-
-
 def run_plan(plan: Any, show_progress: bool) -> Any:
     """Run a plan under a progress bar and return its report."""
     per_unit = (plan.bytes_read + plan.bytes_written) / max(plan.units, 1)
-    with _progress(plan.units, show_progress) as bar:
-        if bar is None:
-            return plan.run()
-        task = bar.tasks[0]
-
-        def advance(done: int) -> None:
-            elapsed = task.elapsed or 0.0
-            rate = f"{done * per_unit / elapsed / 1e9:.2f} GB/s" if elapsed else ""
-            bar.update(task.id, completed=done, rate=rate)
-
-        return plan.run(progress=advance)
-
-
-def report_lines(report: Any) -> str:
-    """A report for people."""
-    return (
-        f"{report.units} units, {format_size(report.bytes_read)} read, {format_size(report.bytes_written)} written "
-        f"in {report.seconds:.1f} s ({report.gb_per_second:.2f} GB/s)\n"
-        f"peak memory {format_size(report.peak_memory)} measured, {format_size(report.projected_memory)} projected, "
-        f"{format_size(report.max_mem)} allowed"
-    )
-
-
-def report_json(report: Any) -> dict[str, Any]:
-    """A report for programs."""
-    return asdict(report) | {"gb_per_second": report.gb_per_second}
+    return with_progress(per_unit, show_progress, lambda progress: plan.run(progress=progress))
 
 
 def _go(op: Operator, source: Any, destination: str, options: dict[str, Any]) -> None:
@@ -121,13 +54,17 @@ def _go(op: Operator, source: Any, destination: str, options: dict[str, Any]) ->
         source,
         destination,
         max_mem=options["max_mem"],
-        target_chunks=numbers("--chunks", options["chunks"]),
-        target_shards=numbers("--shards", options["shards"]),
+        target_chunks=parse_shape("--chunks", options["chunks"]),
+        target_shards=parse_shape("--shards", options["shards"]),
         compressors=options["compressor"],
         overwrite=options["overwrite"],
         missing=options["missing"],
         scheduler=options["scheduler"],
         workers=options["workers"],
+        retries=options["retries"],
+        fail_fast=options["fail_fast"],
+        consolidate=options["consolidate"],
+        storage_options=options["storage_options"],
     )
     if options["dry_run"]:
         click.echo(plan.to_json() if options["json"] else str(plan))
@@ -136,28 +73,37 @@ def _go(op: Operator, source: Any, destination: str, options: dict[str, Any]) ->
         click.echo(str(plan), err=True)
     report = run_plan(plan, not options["no_progress"])
     if options["json"]:
-        click.echo(json.dumps({"plan": json.loads(plan.to_json()), "report": report_json(report)}))
+        click.echo(json.dumps({"plan": json.loads(plan.to_json()), "report": json.loads(report.to_json())}))
     else:
-        click.echo(report_lines(report))
+        click.echo(str(report))
 
 
 # ---- commands
 
-_RUN_OPTIONS = (
+
+class StorageOptions(click.ParamType):  # type: ignore[type-arg]
+    """JSON text, or the path of a file that holds it (credentials are no business of a process list)."""
+
+    name = "JSON|FILE"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        try:
+            text = value if value.lstrip().startswith("{") else Path(value).read_text()
+            options = json.loads(text)
+        except (OSError, ValueError) as error:
+            self.fail(f"expected a JSON object or a file that holds one: {error}", param, ctx)
+        if not isinstance(options, dict):
+            self.fail("expected a JSON object", param, ctx)
+        return options
+
+
+# what running and verifying have in common
+_WORK_OPTIONS = (
     click.option(
         "--max-mem",
         metavar="SIZE",
-        help="Resident memory of the whole run, e.g. 2GiB [half of what is free].",
+        help="Resident memory of the whole run, e.g. 2GiB [half of what is free]; on a cluster, of each worker.",
     ),
-    click.option(
-        "--compressor",
-        type=click.Choice(["auto", "none", "zstd", "blosc", "gzip"]),
-        default="auto",
-        show_default=True,
-        help="Codec of DST; a crc32c checksum follows it.",
-    ),
-    click.option("--chunks", metavar="N,N,...", help="Chunk shape of DST [that of SRC]."),
-    click.option("--shards", metavar="N,N,...", help="Shard shape of DST [that of SRC]."),
     click.option("--workers", type=click.IntRange(min=1), help="Units in progress at once [CPUs, as memory allows]."),
     click.option(
         "--scheduler",
@@ -167,17 +113,44 @@ _RUN_OPTIONS = (
         help="How tasks run, or the address of a Dask scheduler.",
     ),
     click.option(
+        "--retries",
+        type=click.IntRange(0, 100),
+        default=3,
+        show_default=True,
+        help="How often a request to a store is repeated that failed for a reason that may pass.",
+    ),
+    click.option("--storage-options", type=StorageOptions(), help="What fsspec needs for URLs such as s3://..."),
+    click.option("--json", is_flag=True, help="One JSON document on stdout."),
+    click.option("--no-progress", is_flag=True, help="No progress bar."),
+)
+
+_RUN_OPTIONS = (
+    click.option(
+        "--compressor",
+        type=click.Choice(["auto", "none", "zstd", "blosc", "gzip"]),
+        default="auto",
+        show_default=True,
+        help="Codec of DST; a crc32c checksum follows it.",
+    ),
+    click.option("--chunks", metavar="N,N,...|SIZE", help="Chunk shape of DST, or 4MiB, uncompressed [that of SRC]."),
+    click.option("--shards", metavar="N,N,...|SIZE", help="Shard shape of DST, or 64MiB [that of SRC]."),
+    click.option(
         "--missing",
         type=click.Choice(["error", "fill"]),
         default="error",
         show_default=True,
         help="What objects absent from SRC mean.",
     ),
-    click.option("--overwrite", is_flag=True, help="Replace DST if it is a zarr array, or a group of chunkq's."),
-    click.option("--json", is_flag=True, help="One JSON document on stdout."),
-    click.option("--no-progress", is_flag=True, help="No progress bar."),
+    click.option("--fail-fast", is_flag=True, help="Stop at the first object that cannot be read, not after the rest."),
+    click.option("--overwrite", is_flag=True, help="Replace DST of another job, a zarr array or a group of chunkq's."),
+    click.option("--consolidate", is_flag=True, help="Write consolidated metadata of a quantized DST."),
+    *_WORK_OPTIONS,
 )
 
+
+_PARAMETER_OPTIONS = tuple(
+    click.option(option(name), metavar="PARAM", help="As it was given, if DST cannot tell.") for name in PARAMETER_NAMES
+)
 
 _LINEAR_OPTIONS = (
     click.option("--scale", metavar="PARAM", help="One for the tensor, one for each index of an axis or each block."),
@@ -189,35 +162,30 @@ _LINEAR_OPTIONS = (
 )
 
 
-def _linear_options(command: Command) -> Command:
-    for option in reversed(_LINEAR_OPTIONS):
-        command = option(command)
-    return command
+def _with(options: tuple[Callable[[Command], Command], ...]) -> Callable[[Command], Command]:
+    """One decorator of several options, in the order that --help shows."""
 
+    def decorated(command: Command) -> Command:
+        for decorate in reversed(options):
+            command = decorate(command)
+        return command
 
-def _unchanged(command: Command) -> Command:
-    return command
-
-
-def _run_options(command: Command) -> Command:
-    for option in reversed(_RUN_OPTIONS):
-        command = option(command)
-    return command
+    return decorated
 
 
 def _add_operators(group: click.Group, *, planning: bool) -> None:
     """The operator commands; in the group `plan` they only print what they would do."""
-    dry: Callable[[Command], Command] = _unchanged
-    if not planning:
-        dry = click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
+    dry = _with(
+        () if planning else (click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),)
+    )
 
     @group.command()
     @click.argument("src")
     @click.argument("dst")
-    @_linear_options
+    @_with(_LINEAR_OPTIONS)
     @click.option("--output-dtype", metavar="DTYPE", help="float32, float16 or bfloat16 [that of scale].")
     @dry
-    @_run_options
+    @_with(_RUN_OPTIONS)
     def dequantize(src: str, dst: str, output_dtype: str | None, **options: Any) -> None:
         """Write (SRC - zero point) * scale to DST (ONNX DequantizeLinear).
 
@@ -225,7 +193,7 @@ def _add_operators(group: click.Group, *, planning: bool) -> None:
         """
         from chunkq.metadata import open_quantized
 
-        opened = open_quantized(src, output_dtype)
+        opened = open_quantized(src, output_dtype, storage_options=options["storage_options"])
         if opened is not None:
             source, op = opened
             agreeing(source, op, options)
@@ -237,14 +205,14 @@ def _add_operators(group: click.Group, *, planning: bool) -> None:
     @group.command()
     @click.argument("src")
     @click.argument("dst")
-    @_linear_options
+    @_with(_LINEAR_OPTIONS)
     @click.option(
         "--dtype", metavar="DTYPE", help="Of the result: int8, float8_e4m3fn, ... [that of a zero point array]."
     )
     @click.option("--saturate/--no-saturate", default=True, show_default=True, help="What is too large for a float8.")
     @click.option("--precision", metavar="DTYPE", help="What is divided in [the type of scale].")
     @dry
-    @_run_options
+    @_with(_RUN_OPTIONS)
     def quantize(src: str, dst: str, dtype: str | None, saturate: bool, precision: str | None, **options: Any) -> None:
         """Write round(SRC / scale) + zero point, saturated, to the group DST (ONNX QuantizeLinear).
 
@@ -267,7 +235,7 @@ def _add_operators(group: click.Group, *, planning: bool) -> None:
     @click.option("--auto-broadcast", type=click.Choice(["numpy", "none", "pdpd"]), default="numpy", show_default=True)
     @click.option("--broadcast-axis", type=int, default=-1, show_default=True, help="For pdpd: the first axis.")
     @dry
-    @_run_options
+    @_with(_RUN_OPTIONS)
     def fake_quantize(
         src: str,
         dst: str,
@@ -281,18 +249,17 @@ def _add_operators(group: click.Group, *, planning: bool) -> None:
         **options: Any,
     ) -> None:
         """Write SRC rounded to LEVELS steps of its range to DST (OpenVINO FakeQuantize-1)."""
-        from chunkq.store import open_source
-
+        read = partial(read_parameter, storage_options=options["storage_options"])
         op = FakeQuantize(
-            read_parameter("--input-low", input_low),
-            read_parameter("--input-high", input_high),
-            read_parameter("--output-low", output_low),
-            read_parameter("--output-high", output_high),
+            read("--input-low", input_low),
+            read("--input-high", input_high),
+            read("--output-low", output_low),
+            read("--output-high", output_high),
             levels,
             auto_broadcast=auto_broadcast,
             broadcast_axis=broadcast_axis,
         )
-        _go(op, open_source(src), dst, {"dry_run": planning} | options)
+        _go(op, open_at(src, options["storage_options"]), dst, {"dry_run": planning} | options)
 
 
 _add_operators(main, planning=False)
@@ -304,6 +271,30 @@ def plan() -> None:
 
 
 _add_operators(plan, planning=True)
+
+
+@main.command()
+@click.argument("src")
+@click.argument("dst")
+@click.option("--sample", type=float, metavar="SHARE", help="Compute this share of the units, e.g. 0.01 [all].")
+@click.option("--seed", type=int, default=0, show_default=True, help="Which units a sample takes.")
+@_with(_PARAMETER_OPTIONS)
+@_with(_WORK_OPTIONS)
+def verify(src: str, dst: str, **options: Any) -> None:
+    """Compute again what DST should hold of SRC, and compare every bit.
+
+    The operator is the one that DST records; parameters are read from where it was given them, or from the options.
+    """
+    from chunkq.checking import verify as check
+
+    as_json, show = options.pop("json"), not options.pop("no_progress")
+    texts = {name: options.pop(name) for name in PARAMETER_NAMES}
+    params = {n: read_parameter(option(n), text, options["storage_options"]) for n, text in texts.items() if text}
+    check_with = partial(check, src, dst, params=params, **options)
+    found = with_progress(0.0, show, lambda progress: check_with(progress=progress))
+    click.echo(found.to_json() if as_json else str(found))
+    if not found.ok:
+        raise click.exceptions.Exit(1)
 
 
 @main.command()
@@ -362,9 +353,10 @@ def demo(size: str, max_mem: str, keep: str | None, as_json: bool, no_progress: 
         click.echo("checking every element against NumPy", err=True)
         wrong = run.count_differences()
         if as_json:
-            click.echo(json.dumps({"plan": json.loads(plan.to_json()), "report": report_json(report), "wrong": wrong}))
+            documents = {"plan": json.loads(plan.to_json()), "report": json.loads(report.to_json())}
+            click.echo(json.dumps(documents | {"wrong": wrong}))
         else:
-            click.echo(f"{report_lines(report)}\n{wrong} elements differ from NumPy")
+            click.echo(f"{report}\n{wrong} elements differ from NumPy")
             if keep:
                 click.echo(f"kept in {os.path.abspath(keep)}")
     if wrong:

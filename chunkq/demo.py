@@ -11,9 +11,10 @@ import numpy as np
 
 from chunkq import grid
 from chunkq.errors import SpecError
-from chunkq.job import Plan, plan
 from chunkq.linear import DequantizeLinear
 from chunkq.memory import format_size, parse_size
+from chunkq.planning import plan
+from chunkq.report import Plan
 from chunkq.store import open_source
 from chunkq.target import create_source
 

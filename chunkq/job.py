@@ -1,437 +1,144 @@
-"""Plans a run from one zarr array to another: layout, units, workers, memory. Execution is in execute.py.
+"""Carries a plan out: begins, continues or replaces a target, or finds nothing to do. Planning is in planning.py.
 
-A unit is a region of whole stored objects of the target (shards where there are shards, else chunks), so that exactly one
-task writes each object. Planning is arithmetic and reading of metadata; nothing is written before `Plan.run`.
+The order is what keeps data safe: inputs are listed before anything is written, the lock comes before the target, every
+unit's objects are written whole by one task, the inputs are listed again at the end, and ``complete`` is the last write.
 """
 
 from __future__ import annotations
 
-import json
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from chunkq import grid
+from chunkq.admission import check_replaceable, check_target, replacing
+from chunkq.cluster import connected, forget_peaks, highest_peak, run_on_cluster
 from chunkq.dtypes import ELEMENT_TYPES, ZERO_ONLY
 from chunkq.errors import RunError, SpecError
-from chunkq.execute import Job, Progress, Report, cut_params, execute
-from chunkq.memory import MIB, available, format_size, parse_size
-from chunkq.metadata import OPERATORS, WRITTEN_OUT, describe
-from chunkq.operands import kind
-from chunkq.ops import Operator
+from chunkq.execute import Counter, Task, Watch, run_locally
+from chunkq.journal import FINGERPRINT, UNREADABLE, Progressed, differences, fingerprint
+from chunkq.listing import Listing, list_objects, refuse_damaged, refuse_missing, undecodable
+from chunkq.lock import Lock
+from chunkq.memory import reset_peak
+from chunkq.objects import delete_objects, object_keys
+from chunkq.places import Place
+from chunkq.report import Plan, Progress, Report
 from chunkq.run import check_values
-from chunkq.spec import FORMULAS, QuantSpec, Shape, as_integer
-from chunkq.store import (
-    Handle,
-    ZarrArray,
-    local_path,
-    location,
-    missing_objects,
-    object_shape,
-    open_source,
-    refuse_missing,
-)
-from chunkq.target import (
-    check_target,
-    create_quantized,
-    create_target,
-    dimension_names,
-    mark_complete,
-    operator_attributes,
-    resolve_compressors,
-    source_attributes,
-)
-from chunkq.workers import SCHEDULERS, Memory, choose_workers, cluster_memory, params_bytes, task_bytes
+from chunkq.shards import absent_inner_chunks
+from chunkq.spec import QuantSpec
+from chunkq.store import COMPLETE, Handle, ZarrArray, object_shape
+from chunkq.stored import remove_strays
+from chunkq.target import Layout, mark_complete, open_root, open_target
+from chunkq.units import Job, Outcome, UnitError, held_params, write_unit
+from chunkq.workers import SCHEDULERS, Arrangement
 
-#: Small stored objects are taken several to a unit, up to this many output bytes; larger ones one to a unit.
-UNIT_BYTES = 4 * MIB
+#: How often units are begun whose objects are not there in the end: somebody else may delete them.
+PASSES = 3
+
+#: Failed units and bad objects that an error names.
+NAMED = 20
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A run that has not begun: what `print` shows is what `run` will do.
+class Run:
+    """All that carrying a plan out needs.
 
-    Attributes
-    ----------
-    spec : QuantSpec
-        The operation.
-    source, target : str
-        Where from and where to.
-    source_chunks, source_shards, chunks, shards : tuple of int or None
-        Layouts of source and target.
-    codecs : str
-        The target's.
-    unit_shape : tuple of int
-        Elements one task computes, at most.
-    units : int
-        How many tasks.
-    bytes_read, bytes_written : int
-        Uncompressed.
-    source_reads : float
-        How many times each source byte is decoded, where the grids do not match.
-    scheduler : str
-        "threads", "processes", "sync" or "cluster".
-    memory : Memory
-        The projected peak and its terms.
-    max_mem : int
-        The limit, in bytes.
-    notes : tuple of str
-        What the user should know before running.
+    `inputs` are the source and the parameters by name; `begin` writes a new target's metadata, given the attributes that
+    go beside the operator's.
     """
 
     spec: QuantSpec
-    source: str
-    target: str
-    source_chunks: Shape
-    source_shards: Shape | None
-    chunks: Shape
-    shards: Shape | None
-    codecs: str
-    unit_shape: Shape
-    units: int
-    bytes_read: int
-    bytes_written: int
-    source_reads: float
-    scheduler: str
-    memory: Memory
-    max_mem: int
-    notes: tuple[str, ...]
-    _run: Any
+    inputs: dict[str, Any]
+    place: Place
+    layout: Layout
+    begin: Callable[[str, dict[str, Any]], None]
+    arrangement: Arrangement
+    scheduler: Any
+    overwrite: bool
+    missing: str
+    retries: int
+    fail_fast: bool
+    consolidates: bool
 
-    def __str__(self) -> str:
-        spec, size = self.spec, format_size
-        what = "each worker" if self.scheduler == "cluster" else "whole run"
-        workers = self.memory.workers
-        lines = [
-            ("operator", spec.op),
-            (
-                "formula",
-                FORMULAS[spec.op] + (f"; levels = {spec.levels}" if spec.op == "FakeQuantize" else ""),
-            ),
-            ("granularity", spec.granularity),
-            (
-                "source",
-                f"{self.source}: {spec.x_dtype} {spec.shape}, {_layout(self.source_chunks, self.source_shards)}",
-            ),
-            ("target", f"{self.target}: {spec.y_dtype} {spec.shape}, {_layout(self.chunks, self.shards)}"),
-            ("codecs", self.codecs),
-            ("units", f"{self.units} of {self.unit_shape}"),
-            ("bytes", f"{size(self.bytes_read)} read, {size(self.bytes_written)} written (uncompressed)"),
-            ("workers", f"{workers} ({self.scheduler}), 1 thread each"),
-            ("memory", f"{size(self.memory.total)} projected peak, {size(self.max_mem)} allowed ({what})"),
-        ]
-        if self.source_reads > 1:
-            lines.append(("re-reading", f"each source object is decoded {self.source_reads:.2f} times on average"))
-        lines += [("note", note) for note in self.notes]
-        return "\n".join(f"{name:<12} {text}" for name, text in lines)
+    @property
+    def source(self) -> ZarrArray:
+        """The tensor."""
+        array: ZarrArray = self.inputs["source"]
+        return array
 
-    def to_json(self) -> str:
-        """Give the plan as one JSON document; the sizes are bytes."""
-        spec = self.spec
-        fields = {
-            "operator": spec.op,
-            "formula": FORMULAS[spec.op],
-            "axis": spec.axis,
-            "granularity": spec.granularity,
-            "levels": spec.levels if spec.op == "FakeQuantize" else None,
-            "source": self.source,
-            "target": self.target,
-            "shape": spec.shape,
-            "source_dtype": spec.x_dtype,
-            "target_dtype": spec.y_dtype,
-            "source_chunks": self.source_chunks,
-            "source_shards": self.source_shards,
-            "chunks": self.chunks,
-            "shards": self.shards,
-            "codecs": self.codecs,
-            "unit_shape": self.unit_shape,
-            "units": self.units,
-            "bytes_read": self.bytes_read,
-            "bytes_written": self.bytes_written,
-            "source_reads": self.source_reads,
-            "scheduler": self.scheduler,
-            "workers": self.memory.workers,
-            "threads_per_worker": 1,
-            "projected_memory": self.memory.total,
-            "max_mem": self.max_mem,
-            "notes": self.notes,
-        }
-        return json.dumps(fields)
-
-    def run(self, *, progress: Progress | None = None) -> Report:
-        """Carry the plan out.
-
-        Parameters
-        ----------
-        progress : callable, optional
-            Called with the number of finished units after each one.
-
-        Raises
-        ------
-        RunError
-            A unit failed or the source has missing objects; the message says which.
-        """
-        seconds, peak = self._run(progress)
-        return Report(self.units, self.bytes_read, self.bytes_written, seconds, peak, self.memory.total, self.max_mem)
+    @property
+    def params(self) -> tuple[Any, ...]:
+        """The parameters in the operator's order."""
+        return tuple(self.inputs[p.name] for p in self.spec.params)
 
 
-def _layout(chunks: Shape, shards: Shape | None) -> str:
-    return f"chunks {chunks}" + (f", shards {shards}" if shards else "")
+def stored_inputs(inputs: dict[str, Any]) -> dict[str, ZarrArray]:
+    """Those of the inputs that are zarr arrays."""
+    return {name: value for name, value in inputs.items() if not isinstance(value, np.ndarray)}
 
 
-# ---- the parts of a plan
+def carry_out(run: Run, plan: Plan, progress: Progress | None, client: Any) -> Report:
+    """What `Plan.run` does."""
+    node = check_target(run.place, stored_inputs(run.inputs))
+    left_out = _unreadable(node)
+    listings, missing = look_at_inputs(run.inputs, run.missing, run.retries, left_out)
+    for index, value in enumerate(run.params):
+        _check_stored_values(run.spec, index, value)
+    layout = run.layout.describe()
+    ours = fingerprint(run.spec, run.inputs, layout, listings)
+    # an earlier run left out of its fingerprint what it could not read and may have been mended
+    comparable = fingerprint(run.spec, run.inputs, layout, listings, part=True)
+    began = time.perf_counter()
+    state, node = target_state(run.place, run.inputs, comparable, run.overwrite)
+    if state == "finished" and not len(Progressed(open_target(run.place), run.arrangement.unit_shape).todo()):
+        return _report(plan, _Done(), 0.0, listings, missing)
+    with Lock(run.place.store, run.place.path, run.place.shown) as lock:
+        # once more: nobody else changes it from here on
+        state, node = target_state(run.place, run.inputs, comparable, run.overwrite)
+        target = _begin(run, state, node, ours)
+        try:
+            done = _fill(run, target, lock, progress, client)
+        except UnitsFailed as failure:
+            _note_unreadable(run, failure, listings)
+            raise
+        _refuse_rewritten(run, listings)
+        mark_complete(open_root(run.place), run.consolidates)
+    return _report(plan, done, time.perf_counter() - began, listings, missing)
 
 
-def _target_layout(source: ZarrArray, chunks: Any, shards: Any) -> tuple[Shape, Shape | None]:
-    """Chunk and shard shape of the target: the source's unless given."""
-    rank = source.ndim
-    chosen = _shape_argument("target_chunks", chunks, rank) or tuple(int(n) for n in source.chunks)
-    if shards is None and chunks is None and source.shards:
-        shards = source.shards
-    chosen_shards = _shape_argument("target_shards", shards, rank)
-    if chosen_shards and any(s % c for s, c in zip(chosen_shards, chosen, strict=True)):
-        raise SpecError(
-            "chunks",
-            f"target_shards={chosen_shards}: expected multiples of the chunks {chosen} on every axis",
-        )
-    return chosen, chosen_shards
+# ---- before anything is written
 
 
-def _shape_argument(name: str, value: Any, rank: int) -> Shape | None:
-    if value is None:
-        return None
-    entries = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    plain = tuple(as_integer(n) or 0 for n in entries)
-    if len(plain) != rank or any(n < 1 for n in plain):
-        raise SpecError("chunks", f"{name}={value!r}: expected {rank} positive integers, one for each axis")
-    return plain
+def _unreadable(node: Any) -> frozenset[str]:
+    """Objects of the source that earlier runs could not read, by what the target says."""
+    found = None if node is None else node.attrs.get(UNREADABLE)
+    return frozenset(map(str, found)) if isinstance(found, list) else frozenset()
 
 
-def _source_reads(shape: Shape, objects: Shape, units: Shape) -> float:
-    """How often a source object is decoded, on average: along each axis, objects touched by units over objects."""
-    reads = 1.0
-    for n, source, unit in zip(shape, objects, units, strict=True):
-        if n == 0 or unit % source == 0 or unit >= n:
-            continue
-        if n // unit > 1_000_000:  # an estimate, not an enumeration
-            reads *= max(1.0, source / unit) + (0.0 if source % unit == 0 else 1.0)
-            continue
-        touched = sum(-(-min(at + unit, n) // source) - at // source for at in range(0, n, unit))
-        reads *= touched / -(-n // source)
-    return reads
-
-
-def _operator_record(spec: QuantSpec, op: Operator) -> dict[str, Any]:
-    """What a target's attributes say of the operator: its JSON, and what it came to on this tensor."""
-    came_to = {"formula": FORMULAS[spec.op], "x_dtype": spec.x_dtype, "granularity": spec.granularity}
-    return describe(op, WRITTEN_OUT) | came_to
-
-
-def _create_in_group(place: Any, spec: QuantSpec, op: Operator, params: tuple[Any, ...], layout: dict[str, Any]) -> Any:
-    """What makes the group of a quantized tensor; its operator names the parameters inside it."""
-    pairs = zip(spec.params, params, strict=True)
-    stored = {p.name: {"dtype": p.dtype, "shape": list(v.shape), "zarr": p.name} for p, v in pairs}
-    record = _operator_record(spec, op) | {"inputs": stored}
-    return partial(create_quantized, place, spec.params, params, operator_attributes(record), **layout)
-
-
-def _notes(spec: QuantSpec, source: ZarrArray) -> tuple[str, ...]:
-    if spec.op != "DequantizeLinear":
-        return ()
-    found = [name for name in ("_FillValue", "missing_value") if name in source.attrs]
-    marks = tuple(
-        f"the source marks missing data with {name} = {source.attrs[name]!r}; such codes are dequantized like any other"
-        for name in found
-    )
-    scaled = [name for name in ("scale_factor", "add_offset") if name in source.attrs]
-    moved = f"not applied, but moved to the attribute chunkq.source_attributes: {', '.join(scaled)} of the source"
-    return (*marks, *((moved,) if scaled else ()))
-
-
-def _bind_zarr(op: Operator, source: ZarrArray) -> tuple[QuantSpec, tuple[Any, ...]]:
-    spec, params = op.bind_array(source)
-    for param, value in zip(spec.params, params, strict=True):
-        if kind(value) == "dask":
-            raise SpecError("argument", f"{param.name} is a Dask array; compute it, or store it as a zarr array first")
-    for index, value in enumerate(params):
-        if isinstance(value, np.ndarray):
-            check_values(spec, index, value)
-    return spec, params
-
-
-def plan(
-    op: Operator,
-    source: Any,
-    target: Any,
-    *,
-    max_mem: int | str | None = None,
-    target_chunks: Any = None,
-    target_shards: Any = None,
-    compressors: Any = "auto",
-    overwrite: bool = False,
-    missing: str = "error",
-    scheduler: Any = None,
-    workers: int | None = None,
-) -> Plan:
-    """Plan applying an operator to a zarr array, the result going to another. Writes nothing.
-
-    Parameters
-    ----------
-    op : DequantizeLinear, QuantizeLinear, QuantizeDequantize or FakeQuantize
-        The operator with its parameters (numbers, lists, NumPy or zarr arrays).
-    source : str, path, zarr store or zarr.Array
-        The tensor, zarr v2 or v3.
-    target : str, path or zarr store
-        Where the result goes, as zarr v3: an array; of QuantizeLinear a group (see `open_quantized`).
-    max_mem : int or str, optional
-        Bytes, or "2GiB": resident memory of the whole local run, interpreter and every process included; on a cluster, of
-        each worker. Half of the available memory by default (a worker's own limit on a cluster).
-    target_chunks, target_shards : tuple of int, optional
-        Layout of the target in elements; the source's by default.
-    compressors : str or zarr codecs
-        "auto" (zstd), "none", "zstd", "blosc", "gzip", each followed by a crc32c checksum; or zarr's own objects.
-    overwrite : bool
-        Replace an existing zarr array or group of chunkq's; nothing else is ever removed.
-    missing : {"error", "fill"}
-        What objects absent from the source mean: an error, or the source's fill value, as zarr has it.
-    scheduler : str or distributed.Client, optional
-        "threads" (the default), "processes", "sync", "auto" (processes where they pay; the calling script must then guard
-        its main module as multiprocessing asks), the address of a Dask scheduler, or a client.
-    workers : int, optional
-        Units in progress at once; as many as there are CPUs and memory by default.
-
-    Returns
-    -------
-    Plan
-        Print it, then call its `run`.
+def look_at_inputs(
+    inputs: dict[str, Any], missing: str, retries: int, left_out: frozenset[str] = frozenset()
+) -> tuple[dict[str, Listing], int]:
+    """List what is stored of every input; what is missing is an error unless it may be filled. Also how much that is.
 
     Raises
     ------
-    SpecError
-        Reasons of the operator, and ``source``, ``target``, ``target_exists``, ``same_array``, ``chunks``,
-        ``compressors``, ``max_mem``, ``scheduler``.
-
-    Examples
-    --------
-    >>> import tempfile, numpy as np, zarr, chunkq
-    >>> folder = tempfile.mkdtemp()
-    >>> x = zarr.create_array(f"{folder}/x.zarr", shape=(4, 6), chunks=(2, 6), dtype="int8")
-    >>> x[:] = np.arange(1, 25).reshape(4, 6)
-    >>> op = chunkq.DequantizeLinear([1.0, 10.0, 100.0, 1000.0], axis=0)
-    >>> report = chunkq.plan(op, f"{folder}/x.zarr", f"{folder}/y.zarr").run()
-    >>> report.units, float(zarr.open_array(f"{folder}/y.zarr")[3, 5])
-    (1, 24000.0)
+    RunError
+        Naming the objects that are missing or damaged, and the way out.
     """
-    if not isinstance(op, Operator):
-        raise SpecError("argument", f"op is a {type(op).__name__}; expected {', '.join(OPERATORS)}")
-    if missing not in ("error", "fill"):
-        raise SpecError("argument", f"missing={missing!r}: expected 'error' or 'fill'")
-    if workers is not None and (as_integer(workers) or 0) < 1:
-        raise SpecError("n_threads", f"workers={workers!r}: expected a positive integer or None")
-    limit = None if max_mem is None else parse_size(max_mem)
-    array = open_source(source)
-    spec, params = _bind_zarr(op, array)
-    place = check_target(target, [("source", array), *_zarr_params(spec, params)], overwrite)
-    chunks, shards = _target_layout(array, target_chunks, target_shards)
-    codecs = resolve_compressors(compressors)
-    sizes = ELEMENT_TYPES[spec.x_dtype].dtype.itemsize, ELEMENT_TYPES[spec.y_dtype].dtype.itemsize
-    unit = grid.grow(shards or chunks, spec.shape, UNIT_BYTES // sizes[1], spec.axes_of_parameters())
-    units = grid.count(spec.shape, unit)
-    cut = tuple(min(u, n) for u, n in zip(unit, spec.shape, strict=True))
-    stored = [prod(object_shape(p)) * p.dtype.itemsize for p in params if not isinstance(p, np.ndarray)]
-    task = task_bytes(
-        prod(cut) * sizes[0],
-        prod(object_shape(array)) * sizes[0],
-        max(prod(cut), prod(shards or chunks)) * sizes[1],
-        params_bytes(spec, cut, stored),
-    )
-    held = sum(p.nbytes for p in params if isinstance(p, np.ndarray))
-    moved = prod(spec.shape) * sum(sizes)
-    if scheduler is None:
-        scheduler = "threads"
-    if isinstance(scheduler, str) and scheduler in SCHEDULERS:
-        limit = limit or available() // 2
-        encodes = compressors != "none"
-        name, memory = choose_workers(scheduler, workers, units, task, held, moved, encodes, limit)
-        if name == "processes" and local_path(array) is None:
-            raise SpecError("scheduler", "worker processes need a source on disk; use scheduler='threads'")
-    elif isinstance(scheduler, str) and "://" not in scheduler:
-        raise SpecError(
-            "scheduler",
-            f"scheduler={scheduler!r}: expected one of {', '.join(SCHEDULERS)}, or an address such as tcp://host:8786",
-        )
-    else:
-        name = "cluster"
-        memory, limit = cluster_memory(scheduler, task, held, limit)
-    layout: dict[str, Any] = {
-        "shape": spec.shape,
-        "element": spec.y_dtype,
-        "chunks": chunks,
-        "shards": shards,
-        "compressors": codecs,
-        "attributes": source_attributes(array, spec.op == "DequantizeLinear"),
-        "dimension_names": dimension_names(array),
-    }
-    if spec.op == "QuantizeLinear":
-        create = _create_in_group(place, spec, op, params, layout)
-    else:
-        layout["attributes"] |= operator_attributes(_operator_record(spec, op))
-        create = partial(create_target, place, **layout)
-    return Plan(
-        spec=spec,
-        source=location(array),
-        target=str(place),
-        source_chunks=tuple(int(n) for n in array.chunks),
-        source_shards=tuple(int(n) for n in array.shards) if array.shards else None,
-        chunks=chunks,
-        shards=shards,
-        codecs=", ".join(_codec_name(c) for c in codecs) or "none",
-        unit_shape=cut,
-        units=units,
-        bytes_read=prod(spec.shape) * sizes[0],
-        bytes_written=prod(spec.shape) * sizes[1],
-        source_reads=_source_reads(spec.shape, object_shape(array), unit),
-        scheduler=name,
-        memory=memory,
-        max_mem=limit,
-        notes=_notes(spec, array),
-        _run=partial(_carry_out, spec, array, params, create, unit, units, name, memory.workers, scheduler, missing),
-    )
-
-
-def _codec_name(codec: Any) -> str:
-    return str(codec.to_dict().get("name", codec)) if hasattr(codec, "to_dict") else str(codec)
-
-
-def _carry_out(
-    spec: QuantSpec,
-    source: ZarrArray,
-    params: tuple[Any, ...],
-    create: Any,
-    unit: Shape,
-    units: int,
-    name: str,
-    workers: int,
-    scheduler: Any,
-    missing: str,
-    progress: Progress | None,
-) -> tuple[float, int]:
-    if missing == "error":
-        for argument, array in [("source", source), *_zarr_params(spec, params)]:
-            refuse_missing(argument, array)
-    for index, value in enumerate(params):
-        _check_stored_values(spec, index, value)
-    target, marked = create()
-    job = Job(spec, Handle(source, spec.x_dtype), cut_params(spec, params), Handle(target, spec.y_dtype), unit)
-    result = execute(job, units, name, workers, scheduler, progress)
-    count, keys = missing_objects(target)
-    if count:
-        raise RunError(f"{count} objects of the target were not written, among them {', '.join(keys)}")
-    mark_complete(marked)
-    return result
+    listings, lacking = {}, 0
+    for name, array in stored_inputs(inputs).items():
+        leave_out = left_out if name == "source" else frozenset[str]()
+        listing = list_objects(array, argument=name, retries=retries, leave_out=leave_out)
+        inner = absent_inner_chunks(array, name, retries=retries)
+        refuse_damaged(name, array, inner)
+        if missing == "error":
+            refuse_missing(name, array, listing, inner)
+        lacking += listing.missing + inner.absent
+        listings[name] = listing
+    return listings, lacking
 
 
 def _check_stored_values(spec: QuantSpec, index: int, value: Any) -> None:
@@ -448,6 +155,195 @@ def _check_stored_values(spec: QuantSpec, index: int, value: Any) -> None:
             raise SpecError(error.reason, f"{param.name}: {error}") from error
 
 
-def _zarr_params(spec: QuantSpec, params: tuple[Any, ...]) -> list[tuple[str, ZarrArray]]:
-    named = zip((p.name for p in spec.params), params, strict=True)
-    return [(n, p) for n, p in named if not isinstance(p, np.ndarray)]
+def target_state(place: Place, inputs: dict[str, Any], ours: dict[str, Any], overwrite: bool) -> tuple[str, Any]:
+    """What is at the place of the target, one of `report.STATES`, and the zarr node itself.
+
+    Raises
+    ------
+    SpecError
+        Reason ``target_exists`` where it is another job's and may not be replaced, and those of `check_target`.
+    """
+    node = check_target(place, stored_inputs(inputs))
+    if node is None:
+        return "new", None
+    differing = differences(ours, node.attrs.get(FINGERPRINT))
+    if not differing and replacing(node):
+        return "other", node  # its former content is being removed
+    finished = node.attrs.get(COMPLETE) is True
+    if not differing and not (finished and overwrite):
+        return ("finished" if finished else "unfinished"), node
+    if not overwrite:
+        raise SpecError(
+            "target_exists",
+            f"target {place.shown} is there already and not of this job ({'; '.join(differing)}); pass overwrite "
+            "(--overwrite) to replace it, or choose another place",
+        )
+    check_replaceable(place, node)
+    return "other", node
+
+
+# ---- the target
+
+
+def _begin(run: Run, state: str, node: Any, ours: dict[str, Any]) -> ZarrArray:
+    """Make the target as this run wants to find it, and open it."""
+    if state in ("new", "other"):
+        run.begin(state, {FINGERPRINT: ours})
+        return open_target(run.place)
+    if state == "finished":
+        open_root(run.place).attrs[COMPLETE] = False  # objects of it are gone
+    if UNREADABLE in node.attrs:
+        attributes = open_root(run.place).attrs
+        attributes[FINGERPRINT] = ours
+        del attributes[UNREADABLE]
+    run.begin(state, {FINGERPRINT: ours})
+    target = open_target(run.place)
+    remove_strays(target)
+    return target
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What was computed: units, elements, and the peak of memory meanwhile."""
+
+    units: int = 0
+    elements: int = 0
+    peak: int = 0
+
+
+def _fill(run: Run, target: ZarrArray, lock: Lock, progress: Progress | None, client: Any) -> _Done:
+    """Do every unit that lacks objects, until there is none."""
+    job = _job(run, target, client)
+    units = elements = peak = 0
+    for attempt in range(PASSES):
+        progressed = Progressed(target, run.arrangement.unit_shape)
+        todo = progressed.todo() if job.trusted or attempt else _distrusted(job, progressed)
+        if progressed.listing.strays:
+            remove_strays(target)
+        if not len(todo):
+            return _Done(units, elements, peak)
+        for index in progressed.begun():
+            delete_objects(target, object_keys(target, job.region(int(index))))
+        all_units = run.arrangement.units
+        counter = Counter(_watched(lock, all_units - len(todo), all_units, progress))
+        try:
+            compute_units(job, write_unit, todo, run.arrangement, client or run.scheduler, counter)
+        except UnitError as error:
+            raise UnitsFailed([error.outcome], all_units) from error
+        failed = [outcome for outcome in counter.outcomes if outcome.state == "failed"]
+        if failed:
+            raise UnitsFailed(failed, all_units)
+        units += len(todo) - len(counter.outcomes)
+        elements += progressed.elements(todo)
+        peak = max(peak, counter.peak)
+    raise RunError(
+        f"objects of the target {run.place.shown} vanish as they are written; does another program delete them?"
+    )
+
+
+def _job(run: Run, target: ZarrArray, client: Any) -> Job:
+    return Job(
+        run.spec,
+        Handle(run.source, run.spec.x_dtype),
+        held_params(run.spec, run.params),
+        Handle(target, run.spec.y_dtype),
+        run.arrangement.unit_shape,
+        retries=run.retries,
+        fail_fast=run.fail_fast,
+        shared=client is not None or run.arrangement.kind == "cluster",
+        trusted=run.place.atomic,
+    )
+
+
+def _distrusted(job: Job, progressed: Progressed) -> Any:
+    """On a store whose writes may be torn: what exists is decoded, and deleted where it does not decode."""
+    torn = []
+    for index in progressed.done():
+        bad = [key for key, _ in undecodable(progressed.target, job.region(int(index)))]
+        if bad:
+            delete_objects(progressed.target, bad)
+            torn.append(int(index))
+    return np.union1d(progressed.todo(), np.array(torn, np.int64))
+
+
+def _watched(lock: Lock, before: int, units: int, progress: Progress | None) -> Watch:
+    def watch(done: int) -> None:
+        lock.check()
+        if progress is not None:
+            progress(before + done, units)
+
+    return watch
+
+
+def compute_units(
+    job: Job, task: Task, indices: Any, arrangement: Arrangement, scheduler: Any, counter: Counter
+) -> None:
+    """Run a task for each of the units: on this machine, or on a cluster where `scheduler` is one.
+
+    Raises
+    ------
+    RunError
+        What a task raised, that a worker died, or that a scheduler is gone.
+    """
+    if isinstance(scheduler, str) and scheduler in SCHEDULERS:
+        reset_peak()
+        run_locally(job, task, indices, arrangement.kind, arrangement.memory.workers, counter)
+        return
+    with connected(scheduler) as client:
+        forget_peaks(client)
+        run_on_cluster(job, task, indices, client, counter)
+        counter.peak = highest_peak(client)
+
+
+# ---- what went wrong
+
+
+class UnitsFailed(RunError):
+    """Some units could not be computed; the others are done, and a later run does what is left."""
+
+    def __init__(self, failed: list[Outcome], units: int) -> None:
+        self.keys = {key: why for outcome in failed for key, why in outcome.keys}
+        first = failed[0]
+        text = (
+            f"{len(failed)} of {units} units failed; the first, {first.index}, region {first.region}: {first.message}"
+        )
+        if self.keys:
+            named = [f"{key} ({why})" for key, why in list(self.keys.items())[:NAMED]]
+            more = f", and {len(self.keys) - NAMED} more" if len(self.keys) > NAMED else ""
+            text += f". Objects that cannot be read: {', '.join(named)}{more}. Mend or replace them"
+        super().__init__(f"{text}; running the same again does what is left")
+
+
+def _note_unreadable(run: Run, failure: UnitsFailed, listings: dict[str, Listing]) -> None:
+    """Let the source's unreadable objects be replaced: no unit that is done has read them.
+
+    The fingerprint then leaves them out until a later run has read them.
+    """
+    if not failure.keys:
+        return
+    now = list_objects(run.source, leave_out=frozenset(failure.keys), retries=run.retries)
+    if now.digest != listings["source"].digest:
+        return
+    attributes = open_root(run.place).attrs
+    record: Any = attributes[FINGERPRINT]
+    record = record | {"source": record["source"] | {"objects": now.rest}}
+    attributes.update({FINGERPRINT: record, UNREADABLE: sorted(failure.keys)})
+
+
+def _refuse_rewritten(run: Run, listings: dict[str, Listing]) -> None:
+    """Refuse to call a target complete whose inputs were not the same from beginning to end."""
+    for name, array in stored_inputs(run.inputs).items():
+        if list_objects(array, argument=name, retries=run.retries).digest != listings[name].digest:
+            raise RunError(
+                f"the stored objects of {name} were rewritten during the run, so that the target {run.place.shown} may be "
+                "a mixture; run again with overwrite (--overwrite)"
+            )
+
+
+def _report(plan: Plan, done: _Done, seconds: float, listings: dict[str, Listing], missing: int) -> Report:
+    sizes = (ELEMENT_TYPES[name].dtype.itemsize for name in (plan.spec.x_dtype, plan.spec.y_dtype))
+    read, written = (done.elements * size for size in sizes)
+    told = sorted(set.intersection(*(set(listing.told) for listing in listings.values())))
+    return Report(
+        plan.units, done.units, read, written, seconds, done.peak, plan.memory.total, plan.max_mem, missing, tuple(told)
+    )

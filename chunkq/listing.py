@@ -7,23 +7,24 @@ million objects do not fill the memory. Imports errors, grid, retry, store, stor
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b, sha256
 from itertools import islice, product
 from math import prod
 
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 
-from chunkq.errors import RunError
+from chunkq.errors import ChunkqError, RunError
 from chunkq.grid import Region
 from chunkq.places import first_line
 from chunkq.retry import with_retries
+from chunkq.run import Array
 from chunkq.shards import InnerChunks
 from chunkq.shards import absent_inner_chunks as absent_inner_chunks
-from chunkq.store import ZarrArray, location, object_shape
+from chunkq.store import Handle, ZarrArray, location, object_shape
 from chunkq.stored import PROBED_MISSING, Keys, ask, cannot_list, objects_below, refused, root_of
 from chunkq.stored import is_object as is_object
 from chunkq.stored import remove_strays as remove_strays
@@ -43,6 +44,8 @@ class Listing:
         Fingerprint of the key, size and version of all that are present, whatever their order.
     told : tuple of str
         What went into it: ``key``, ``size``, and one of ``mtime``, ``etag``, ``generation``.
+    rest : str
+        The fingerprint without the objects that were to be left out.
     strays : tuple of str
         Keys of files that killed writers left, the first `NAMED_STRAYS` (local stores).
     exact : bool
@@ -55,6 +58,7 @@ class Listing:
     bytes: int | None
     digest: str
     told: tuple[str, ...]
+    rest: str
     strays: tuple[str, ...] = ()
     exact: bool = True
 
@@ -64,7 +68,11 @@ class Listing:
 
 
 def list_objects(
-    array: ZarrArray, each: Callable[[int], None] | None = None, argument: str = "source", retries: int = 0
+    array: ZarrArray,
+    each: Callable[[int], None] | None = None,
+    argument: str = "source",
+    retries: int = 0,
+    leave_out: frozenset[str] = frozenset(),
 ) -> Listing:
     """List the stored objects of an array in one pass that holds no more than a batch of them.
 
@@ -77,6 +85,8 @@ def list_objects(
         What the caller calls the array, for the message.
     retries : int
         How often the pass may be repeated where the store fails in a way that may pass.
+    leave_out : frozenset of str
+        Keys of objects that `Listing.rest` does not depend on.
 
     Raises
     ------
@@ -86,38 +96,43 @@ def list_objects(
         The store cannot be listed.
     """
     with refused(argument, array):
-        return with_retries(lambda: _one_pass(array, each, argument), retries)
+        return with_retries(lambda: _one_pass(array, each, argument, leave_out), retries)
 
 
-def _one_pass(array: ZarrArray, each: Callable[[int], None] | None, argument: str) -> Listing:
+def _one_pass(
+    array: ZarrArray, each: Callable[[int], None] | None, argument: str, leave_out: frozenset[str]
+) -> Listing:
     keys = Keys(array)
-    present = size = fingerprint = 0
-    sized = True
+    present = known = sizeless = fingerprint = without = 0
     kinds: set[str] = set()
     strays: list[str] = []
-    for stored in objects_below(array, keys, argument, strays):
-        index = keys.index(stored.key)
+    for key, size, version, kind in objects_below(array, keys, argument, strays):
+        index = keys.index(key)
         if index is None:
             continue
         present += 1
-        kinds.add(stored.kind)
-        if stored.size is None:
-            sized = False
+        kinds.add(kind)
+        if size is None:
+            sizeless += 1
         else:
-            size += stored.size
-        line = f"{stored.key}\0{stored.size}\0{stored.version}".encode()
-        fingerprint += int.from_bytes(hashlib.blake2b(line, digest_size=16).digest())
+            known += size
+        line = f"{key}\0{size}\0{version}".encode()
+        mark = int.from_bytes(blake2b(line, digest_size=16).digest())
+        fingerprint += mark
+        if key in leave_out:
+            without += mark
         if each is not None:
             each(index)
     total = prod(keys.grid)
     # a version that not all have is no promise
-    kind = tuple(kinds) if len(kinds) == 1 and "" not in kinds else ()
+    versions = tuple(kinds) if len(kinds) == 1 and "" not in kinds else ()
     return Listing(
         total=total,
         present=present,
-        bytes=size if sized else None,
+        bytes=None if sizeless else known,
         digest=f"{fingerprint % 2**128:032x}",
-        told=("key", *(("size",) if sized and present else ()), *kind),
+        rest=f"{(fingerprint - without) % 2**128:032x}",
+        told=("key", *(("size",) if present and not sizeless else ()), *versions),
         strays=tuple(sorted(strays)),
         exact=not cannot_list(array) or total - present < PROBED_MISSING,
     )
@@ -180,6 +195,17 @@ def refuse_damaged(argument: str, array: ZarrArray, inner: InnerChunks) -> None:
         raise RunError(f"{argument} {location(array)} has {inner.damaged} damaged shards, among them {reasons}")
 
 
+def read_parameter(name: str, array: ZarrArray, element: str) -> Array:
+    """A whole parameter; what it lacks or cannot be decoded is an error, never a fill value."""
+    refuse_missing(name, array, list_objects(array, argument=name), absent_inner_chunks(array, name))
+    try:
+        return Handle(array, element).read((slice(None),) * array.ndim)
+    except ChunkqError:
+        raise
+    except Exception as error:  # codecs have an error class each
+        raise RunError(f"{name} {location(array)} cannot be read: {first_line(error)}") from error
+
+
 def undecodable(array: ZarrArray, within: Region) -> list[tuple[str, str]]:
     """Name every stored object that touches a region and cannot be read and decoded, and why.
 
@@ -218,4 +244,4 @@ def metadata_digest(array: ZarrArray) -> str:
         content = sync(stored(name)) or written[name].to_bytes()
         documents[name] = json.loads(content)
     canonical = json.dumps(documents, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return sha256(canonical.encode()).hexdigest()

@@ -18,7 +18,7 @@ import numpy as np
 from chunkq.dtypes import ELEMENT_TYPES, FLOATS, element_name, element_type
 from chunkq.errors import SpecError
 from chunkq.linear import DequantizeLinear, QuantizeDequantize, QuantizeLinear
-from chunkq.operands import element_of, kind, weak
+from chunkq.operands import dashed, element_of, kind, load_npy, parameter, weak
 from chunkq.ops import FakeQuantize, Operator
 from chunkq.run import Array
 from chunkq.spec import as_integer
@@ -43,7 +43,8 @@ def _array(value: Array) -> dict[str, Any]:
     return {"dtype": name, "shape": list(value.shape), "values": [_number(v) for v in exact.reshape(-1).tolist()]}
 
 
-def _digest(value: Array) -> dict[str, Any]:
+def digest(value: Array) -> dict[str, Any]:
+    """An array by its element type, shape and sha256 (of the little-endian bytes)."""
     name = element_name(value.dtype, "a parameter", tuple(ELEMENT_TYPES))
     little = np.ascontiguousarray(value, value.dtype.newbyteorder("<") if value.dtype.kind != "V" else None)
     sha256 = hashlib.sha256(little.reshape(-1).view(np.uint8).data).hexdigest()
@@ -60,8 +61,11 @@ def _input(name: str, value: Any, written_out: int | None) -> Any:
         element = element_of(name, value, None, tuple(ELEMENT_TYPES))
         return {"dtype": element, "shape": [int(n) for n in value.shape], "zarr": location(value)}
     if found == "numpy":
+        file = getattr(value, "file", None)
         value = np.asarray(value)
-        return _array(value) if written_out is None or value.size <= written_out else _digest(value)
+        if written_out is None or value.size <= written_out:
+            return _array(value)
+        return digest(value) | ({} if file is None else {"npy": file})
     return _plain(value)
 
 
@@ -143,14 +147,29 @@ def _child(group: Any, name: str) -> Any:
     return open_source(node, name)
 
 
-def _read_input(name: str, entry: Any, group: Any) -> Any:
+def _read_input(name: str, entry: Any, group: Any, given: dict[str, Any]) -> Any:
+    if name in given:
+        return _as_recorded(name, entry, given[name])
     if not isinstance(entry, dict):
         return _number_or_list(entry)
     if "zarr" in entry:
         return _read_place(name, entry, group)
     if "values" in entry:
         return read_array(entry)
-    raise _wrong(f"{name} is known by its digest only; pass the array itself")
+    if isinstance(entry.get("npy"), str):
+        return _as_recorded(name, entry, load_npy(name, entry["npy"]))
+    raise SpecError("metadata", f"{name} is recorded by its digest only; pass the array itself (--{dashed(name)})")
+
+
+def _as_recorded(name: str, entry: Any, value: Any) -> Any:
+    """An array that was passed, if it is the one that the document records by its digest."""
+    if not isinstance(entry, dict) or "sha256" not in entry:
+        raise SpecError("argument", f"{name} is recorded with the operator; leave it out (--{dashed(name)})")
+    array = parameter(name, value, entry["dtype"])
+    shape = _read_shape(entry["shape"])
+    if kind(array) != "numpy" or array.size != prod(shape) or digest(np.asarray(array))["sha256"] != entry["sha256"]:
+        raise SpecError("metadata", f"{name} is not the array that was recorded; pass that one (--{dashed(name)})")
+    return np.asarray(array).reshape(shape)
 
 
 def _read_place(name: str, entry: dict[str, Any], group: Any) -> Any:
@@ -169,13 +188,19 @@ def _read_place(name: str, entry: dict[str, Any], group: Any) -> Any:
     return array
 
 
-def read(document: Any, group: Any = None) -> Operator:
-    """Make an operator of its JSON document, parsed; its zarr arrays are those of `group` where one is given."""
+def read(document: Any, group: Any = None, given: dict[str, Any] | None = None) -> Operator:
+    """Make an operator of its JSON document, parsed.
+
+    Its zarr arrays are those of `group` where one is given; `given` are arrays that it records by their digest only.
+    """
     try:
         cls = OPERATORS[document["operator"]]
         if not isinstance(document["inputs"], dict) or not isinstance(document["attributes"], dict):
             raise _wrong("inputs and attributes are not objects")
-        inputs = {n: _read_input(n, v, group) for n, v in document["inputs"].items()}
+        inputs = {n: _read_input(n, v, group, given or {}) for n, v in document["inputs"].items()}
+        unknown = (given or {}).keys() - inputs.keys()
+        if unknown:
+            raise SpecError("argument", f"{', '.join(sorted(unknown))}: this {cls.__name__} has no such parameter")
         attributes = dict(document["attributes"])
         if isinstance(attributes.get("block_size"), list):
             attributes["block_size"] = tuple(attributes["block_size"])
@@ -220,15 +245,35 @@ def from_json(text: str) -> Operator:
 AT_ONCE = 1 << 20
 
 
-def open_quantized(source: Any, output_dtype: Any = None) -> tuple[Any, DequantizeLinear] | None:
+def recorded_operator(node: Any, given: dict[str, Any]) -> Operator:
+    """The operator that wrote a target, by the attributes of its array or group.
+
+    Raises
+    ------
+    SpecError
+        Reasons ``target`` (not of chunkq) and ``metadata`` (damaged, or a parameter is known by its digest only).
+    """
+    from chunkq.store import OPERATOR
+
+    if OPERATOR not in node.attrs:
+        raise SpecError("target", f"target {node.store_path} was not written by chunkq: it has no attribute {OPERATOR}")
+    document = node.attrs[OPERATOR]
+    return read(document, node if hasattr(node, "members") else None, given)
+
+
+def open_quantized(
+    source: Any, output_dtype: Any = None, *, storage_options: dict[str, Any] | None = None
+) -> tuple[Any, DequantizeLinear] | None:
     """Open the group that a QuantizeLinear run wrote.
 
     Parameters
     ----------
-    source : str, path, zarr store or zarr.Group
+    source : str, path, URL, zarr store or zarr.Group
         The group.
     output_dtype : dtype or str, optional
         That of the operator; the type of the scale by default.
+    storage_options : dict, optional
+        What fsspec needs to know for a URL.
 
     Returns
     -------
@@ -255,7 +300,7 @@ def open_quantized(source: Any, output_dtype: Any = None) -> tuple[Any, Dequanti
     """
     from chunkq.store import OPERATOR, open_quantized_group
 
-    group = open_quantized_group(source)
+    group = open_quantized_group(source, storage_options)
     if group is None:
         return None
     data = _child(group, "data")
@@ -291,7 +336,8 @@ def _at_once(name: str, value: Any) -> Any:
     """A small parameter as a NumPy array."""
     if kind(value) != "zarr":
         return value
-    from chunkq.store import object_shape, read_parameter
+    from chunkq.listing import read_parameter
+    from chunkq.store import object_shape
 
     if max(value.nbytes, prod(object_shape(value)) * value.dtype.itemsize) > AT_ONCE:
         return value

@@ -5,6 +5,7 @@ Imports errors, dtypes and run; neither dask nor zarr.
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from typing import Any
@@ -31,6 +32,37 @@ def kind(x: Any) -> str:
     if isinstance(x, (*_NUMBERS, list, tuple)):
         return "number"
     return "other"
+
+
+def dashed(name: str) -> str:
+    """An argument's name as options have it."""
+    return name.replace("_", "-")
+
+
+class FromFile(np.ndarray[Any, np.dtype[Any]]):
+    """An array read from a .npy file that it still knows."""
+
+    file: str | None = None
+
+    def __array_finalize__(self, other: Any) -> None:
+        self.file = getattr(other, "file", None)
+
+
+def load_npy(name: str, path: str) -> FromFile:
+    """Read a .npy file.
+
+    Raises
+    ------
+    SpecError
+        Reason ``argument``.
+    """
+    try:
+        # mapped first: a header may declare more than there is
+        array = np.array(np.load(path, mmap_mode="r", allow_pickle=False)).view(FromFile)
+    except (OSError, ValueError, EOFError) as error:
+        raise SpecError("argument", f"{name}: {path!r} is not a readable .npy file: {error}") from error
+    array.file = os.path.abspath(path)
+    return array
 
 
 def weak(name: str, value: Any, dtype: str) -> Array:

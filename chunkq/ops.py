@@ -129,7 +129,8 @@ class Operator:
 def _gathered(param: ParamSpec, value: Any) -> Array:
     """A Dask or zarr parameter of a tensor in memory."""
     if kind(value) == "zarr":
-        from chunkq.store import Handle, read_parameter
+        from chunkq.listing import read_parameter
+        from chunkq.store import Handle
 
         if param.name == "scale":  # zeros are no scale, so what is missing was not left out as fill
             return read_parameter(param.name, value, param.dtype)

@@ -158,6 +158,11 @@ def place_of(
     return _of_path(_path_of_file_url(location), writing, reason, name)
 
 
+def options_for(location: Any, storage_options: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Storage options for a place: they are for those that are named by a URL."""
+    return storage_options if isinstance(location, str) and _is_url(location) else None
+
+
 def _shown_input(location: Any) -> str:
     return repr(location) if isinstance(location, str) else f"a {type(location).__name__}"
 
@@ -369,8 +374,13 @@ def get(place: Place, name: str) -> bytes | None:
     """The bytes of a key below a place, None where there is none. Makes no folder, as a writable LocalStore would."""
     if place.local is not None and not os.path.isdir(place.local):
         return None
-    found = sync(place.store.get(place.key(name), default_buffer_prototype()))
+    found = sync(_get(place.store, place.key(name)))
     return None if found is None else found.to_bytes()
+
+
+async def _get(store: Store, key: str) -> Any:
+    await store._ensure_open()  # a ZipStore does not by itself
+    return await store.get(key, default_buffer_prototype())
 
 
 def put(place: Place, name: str, data: bytes) -> None:

@@ -6,21 +6,16 @@ Imports errors, dtypes, grid, places and spec's type names.
 from __future__ import annotations
 
 import os
-import re
 import uuid
-from collections.abc import Iterator
-from math import prod
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import zarr
-from zarr.core.sync import sync
 from zarr.storage import LocalStore
 
 from chunkq.dtypes import from_holder
-from chunkq.errors import ChunkqError, RunError, SpecError
-from chunkq.grid import counts, unravel
+from chunkq.errors import SpecError
 from chunkq.places import Place, get, outward_link, place_of, shown_as
 from chunkq.places import first_line as first_line
 from chunkq.spec import Region, Shape
@@ -108,14 +103,19 @@ def open_source(
         raise SpecError(
             "source", f"{argument} is an unfinished target of chunkq ({COMPLETE} is false); run its job again"
         )
+    refuse_odd_chunks(argument, array)
+    _refuse_outward_link(argument, array)
+    return array
+
+
+def refuse_odd_chunks(argument: str, array: ZarrArray) -> None:
+    """Refuse an array without a regular grid of chunks."""
     try:
         sizes = (*object_shape(array), *array.shape)
     except NotImplementedError as error:
         raise SpecError("source", f"{argument} has chunks of varying size; rewrite it on a regular grid") from error
     if any(n < 1 for n in object_shape(array)) or any(n < 0 for n in sizes):
         raise SpecError("source", f"{argument} has chunks of shape {object_shape(array)}; expected positive sizes")
-    _refuse_outward_link(argument, array)
-    return array
 
 
 def _refuse_options(argument: str, storage_options: dict[str, Any] | None) -> None:
@@ -157,6 +157,32 @@ def _what_failed(place: Place, error: Exception) -> str:
     return first_line(error)
 
 
+def open_written(
+    target: Any, storage_options: dict[str, Any] | None = None
+) -> tuple[ZarrArray | zarr.Group, ZarrArray]:
+    """Open what a run wrote, finished or not, for reading: the array or group itself, and the array that was filled.
+
+    Raises
+    ------
+    SpecError
+        Reason ``source``.
+    """
+    opened = isinstance(target, (zarr.Array, zarr.Group))
+    node = target if opened else open_node(zarr.open, target, "target", storage_options)
+    array = node
+    if isinstance(node, zarr.Group):
+        array = open_node(zarr.open_array, place_of(node.store_path).below("data"), "target")
+    return node, open_source(array, "target", unfinished=True)
+
+
+def codec_names(array: ZarrArray) -> list[str]:
+    """What zarr calls the codecs of an array, in v2 and v3, those of inner chunks included."""
+    found = [str(codec.to_dict().get("name", "")) for codec in getattr(array.metadata, "codecs", ())]
+    compressor = getattr(array.metadata, "compressor", None)
+    inner = [str(codec.to_dict().get("name", "")) for codec in array.compressors if hasattr(codec, "to_dict")]
+    return [*found, *inner, *([] if compressor is None else [str(getattr(compressor, "codec_id", ""))])]
+
+
 def open_quantized_group(source: Any, storage_options: dict[str, Any] | None = None) -> zarr.Group | None:
     """The group that a quantizing run wrote, None where `source` is something else; with its consolidated metadata."""
     if isinstance(source, (zarr.Array, zarr.Group)):
@@ -180,94 +206,3 @@ def location(array: ZarrArray) -> str:
 def local_path(array: ZarrArray) -> str | None:
     """Real path of an array on a local file system, None elsewhere."""
     return place_of(array.store_path).local
-
-
-# ---- which objects exist
-
-
-def _object_index(array: ZarrArray, grid: Shape, key: str) -> int | None:
-    """Flat position of a key in the grid of objects; None where the key is none of them."""
-    parts = [int(p) for p in re.split(r"[./]", key) if p.isdecimal()]
-    if not grid:
-        return 0 if array.metadata.encode_chunk_key(()) == key else None
-    if len(parts) != len(grid) or any(p >= n for p, n in zip(parts, grid, strict=True)):
-        return None
-    if array.metadata.encode_chunk_key(tuple(parts)) != key:
-        return None
-    index = 0
-    for place, n in zip(parts, grid, strict=True):
-        index = index * n + place
-    return index
-
-
-def is_object(array: ZarrArray, key: str) -> bool:
-    """Whether a key is that of a stored object of the array."""
-    return _object_index(array, counts(array.shape, object_shape(array)), key) is not None
-
-
-def _keys(array: ZarrArray) -> Iterator[str]:
-    """Keys below an array that hold at least one byte where sizes are to be had."""
-    path = local_path(array)
-    if path is None:
-        prefix = f"{array.store_path.path}/".lstrip("/")
-
-        async def listed() -> list[str]:
-            return [key async for key in array.store_path.store.list_prefix(prefix)]
-
-        yield from (key.removeprefix(prefix) for key in sync(listed()))
-        return
-    folders = [path]
-    while folders:
-        with os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir():
-                    folders.append(entry.path)
-                elif entry.stat().st_size:
-                    yield os.path.relpath(entry.path, path).replace(os.sep, "/")
-
-
-def refuse_missing(argument: str, array: ZarrArray) -> None:
-    """Refuse an array that lacks stored objects.
-
-    Raises
-    ------
-    RunError
-        Naming some of the keys, and the way out.
-    """
-    count, keys = missing_objects(array)
-    if count:
-        raise RunError(
-            f"{argument} {location(array)} lacks {count} stored objects, among them {', '.join(keys)}. zarr reads them as "
-            f"{array.fill_value!r}; it leaves out chunks that hold nothing else, so they may be meant: then pass "
-            "missing='fill' (--missing fill)"
-        )
-
-
-def read_parameter(name: str, array: ZarrArray, element: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """A whole parameter; what it lacks or cannot be decoded is an error, never a fill value."""
-    refuse_missing(name, array)
-    try:
-        return Handle(array, element).read((slice(None),) * array.ndim)
-    except ChunkqError:
-        raise
-    except Exception as error:  # codecs have an error class each
-        raise RunError(f"{name} {location(array)} cannot be read: {first_line(error)}") from error
-
-
-def missing_objects(array: ZarrArray, name_at_most: int = 5) -> tuple[int, list[str]]:
-    """Count the stored objects that are not there, and name some of their keys.
-
-    zarr reads a missing object (and an empty one) as the fill value, silently. Total minus listed: the declared shape
-    may be absurd, so nothing of its size is made.
-    """
-    grid = counts(array.shape, object_shape(array))
-    total = prod(grid)
-    present = {i for key in _keys(array) if (i := _object_index(array, grid, key)) is not None}
-    missing = total - len(present)
-    keys: list[str] = []
-    index = 0
-    while len(keys) < min(missing, name_at_most):
-        if index not in present:
-            keys.append(array.metadata.encode_chunk_key(unravel(grid, index)))
-        index += 1
-    return missing, keys

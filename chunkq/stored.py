@@ -125,12 +125,11 @@ def objects_below(array: ZarrArray, keys: Keys, argument: str, strays: list[str]
     """Every key below an array that is not known to be empty, and others than objects' among them."""
     path = local_path(array)
     if path is not None:
-        found: Iterator[Stored] = _local(path, keys, argument, strays)
-    else:
-        found = _pulled(_remote(array, keys))
+        return _local(path, keys, argument, strays)
+    found = (stored for stored in _pulled(_remote(array, keys)) if stored.size != 0)
     if _is_zip(array):  # may hold one name twice; its table of names is in memory anyway
-        found = iter({stored.key: stored for stored in found}.values())
-    return (stored for stored in found if stored.size != 0)
+        return iter({stored.key: stored for stored in found}.values())
+    return found
 
 
 def _local(
@@ -162,7 +161,8 @@ def _local(
                             status = entry.stat()
                         except FileNotFoundError:  # gone since, or a link to nothing: missing
                             continue
-                        yield Stored(prefix + name, status.st_size, str(status.st_mtime_ns), "mtime")
+                        if status.st_size:
+                            yield Stored(prefix + name, status.st_size, str(status.st_mtime_ns), "mtime")
         except FileNotFoundError:  # gone since: what was in it is missing
             continue
 

@@ -6,16 +6,12 @@ Imports admission, store, places, grid and dtypes.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
-import shutil
-import uuid
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,17 +24,15 @@ from chunkq import grid
 from chunkq.admission import (
     DATA,
     DOCUMENT,
-    GROUP_ARRAYS,
-    LOCK,
     OWN_ATTRIBUTES,
     PARTIAL,
     REPLACING,
-    belongs,
     may_be_replaced,
     strange,
 )
 from chunkq.dtypes import DTYPE_ATTRIBUTE, ELEMENT_TYPES, fill_value, to_holder
 from chunkq.errors import SpecError
+from chunkq.lock import LOCK
 from chunkq.places import Place, get, keys, put, remove
 from chunkq.spec import ParamSpec, Shape
 from chunkq.store import (
@@ -47,10 +41,6 @@ from chunkq.store import (
     Handle,
     ZarrArray,
     first_line,
-    is_local,
-    local_path,
-    open_source,
-    plain_path,
 )
 
 #: Attributes by which xarray and others scale or mask on reading. On a dequantized target they would apply a second time.
@@ -88,133 +78,6 @@ def resolve_compressors(compressors: Any) -> tuple[Any, ...]:
             )
         return COMPRESSORS[compressors]
     return tuple(compressors) if isinstance(compressors, (list, tuple)) else (compressors,)
-
-
-def check_target(target: Any, inputs: list[tuple[str, ZarrArray]], overwrite: bool) -> Any:
-    """Refuse a target that cannot or must not be written; return it as zarr takes it. Writes nothing.
-
-    `inputs` are the arrays that will be read, by name.
-
-    Raises
-    ------
-    SpecError
-        Reasons ``target``, ``target_exists``, ``same_array``.
-    """
-    target = plain_path(target)
-    if isinstance(target, (zarr.Array, zarr.Group)):
-        raise SpecError("target", "target is an open zarr array or group; pass its path or store")
-    if isinstance(target, zarr.storage.ZipStore) or (isinstance(target, str) and target.endswith(".zip")):
-        raise SpecError("target", "target is a zip store, which cannot be written in parallel; pass a folder")
-    if not is_local(target):
-        return _check_remote_target(target, inputs, overwrite)
-    if not target or "\0" in target:
-        raise SpecError("target", f"target={target!r}: expected a path")
-    path = os.path.realpath(target)
-    for name, array in inputs:
-        _refuse_overlap(target, path, name, array)
-    for above in map(str, Path(path).parents):
-        if OPERATOR in _own_attributes(above):
-            raise SpecError(
-                "target", f"target {target!r} lies inside {above!r}, which chunkq wrote; choose another place"
-            )
-    if os.path.lexists(target) and not (os.path.isdir(path) and not os.listdir(path)):
-        _check_replaceable(target, path, overwrite)
-    parent = Path(path)
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise SpecError("target", f"target {target!r} cannot be written: {str(parent)!r} is not a writable folder")
-    return path
-
-
-def _refuse_overlap(target: str, path: str, name: str, array: ZarrArray) -> None:
-    """Refuse a target that shares stored objects with an input: it would be removed before it is read."""
-    input_path = local_path(array)
-    if input_path is None:
-        return
-    group = os.path.dirname(input_path)
-    if OPERATOR in _own_attributes(group):
-        input_path = group  # what a quantizing run wrote belongs together
-    if path == input_path:
-        raise SpecError("same_array", f"target {target!r} is the {name} itself")
-    if _inside(path, input_path) or _inside(input_path, path):
-        raise SpecError("same_array", f"target {target!r} and {name} {input_path!r} lie one inside the other")
-
-
-def _inside(path: str, folder: str) -> bool:
-    return os.path.commonpath([path, folder]) == folder
-
-
-def _check_replaceable(target: str, path: str, overwrite: bool) -> None:
-    if not os.path.isdir(path):
-        raise SpecError("target", f"target {target!r} is a file, not a zarr array; nothing was touched")
-    found = _strange_entry(path)
-    if found is not None:
-        raise SpecError(
-            "target",
-            f"target {target!r} holds {found!r}, which is no part of a zarr array; nothing was touched",
-        )
-    if not overwrite:
-        raise SpecError("target_exists", f"target {target!r} exists; pass overwrite (--overwrite) to replace it")
-
-
-def _metadata(path: str) -> dict[str, Any]:
-    """The zarr v3 metadata of a folder; empty where there is none to be read."""
-    try:
-        document = json.loads(Path(path, "zarr.json").read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
-def _own_attributes(path: str) -> dict[str, Any]:
-    attributes = _metadata(path).get("attributes")
-    return attributes if isinstance(attributes, dict) else {}
-
-
-def _strange_entry(path: str) -> str | None:
-    """Anything in a folder that a zarr array, or a group of chunkq's, does not consist of; None where there is nothing."""
-    if _metadata(path).get("node_type") == "group":
-        return _strange_in_group(path)
-    try:
-        array = open_source(path, unfinished=True)
-    except SpecError:
-        return sorted(os.listdir(path))[0]
-    for folder, folders, files in os.walk(path):
-        for name in (*folders, *files):
-            entry = os.path.join(folder, name)
-            key = os.path.relpath(entry, path)
-            if os.path.islink(entry) or (name in files and not belongs(array, key)):
-                return key
-    return None
-
-
-def _strange_in_group(path: str) -> str | None:
-    if OPERATOR not in _own_attributes(path):
-        return "zarr.json of a group"
-    for name in os.listdir(path):
-        child = os.path.join(path, name)
-        if os.path.islink(child) or (name != "zarr.json" and (name not in GROUP_ARRAYS or not os.path.isdir(child))):
-            return name
-        found = None if name == "zarr.json" else _strange_entry(child)
-        if found is not None:
-            return os.path.join(name, found)
-    return None
-
-
-def _check_remote_target(target: Any, inputs: list[tuple[str, ZarrArray]], overwrite: bool) -> Any:
-    for name, array in inputs:
-        if target == array.store_path.store and array.store_path.path in ("", *GROUP_ARRAYS):
-            raise SpecError("same_array", f"target is the store of the {name} itself")
-    try:
-        zarr.open(target, mode="r")
-    except (FileNotFoundError, KeyError):
-        return target
-    except Exception as error:
-        raise SpecError("target", f"target {target!r} cannot be reached: {first_line(error)}") from error
-    if not overwrite:
-        raise SpecError("target_exists", f"target {target!r} exists; pass overwrite (--overwrite) to replace it")
-    raise SpecError("target", f"target {target!r} exists and is not a local folder: delete it first")
 
 
 # ---- documents
@@ -325,6 +188,30 @@ def _old_keys(place: Place) -> Iterator[str]:
             yield key
 
 
+def begin_array(place: Place, layout: Layout, attributes: dict[str, Any], state: str, more: dict[str, Any]) -> None:
+    """Make an array of a target that is new, or that another job's gives way to; one that is there already stays."""
+    document = dataclasses.replace(layout, attributes=layout.attributes | attributes | more).document()
+    if state == "other":
+        replace(place, document)
+    elif state == "new":
+        write_metadata(place, "", document)
+
+
+def begin_quantized(
+    place: Place,
+    layout: Layout,
+    attributes: dict[str, Any],
+    params: tuple[ParamSpec, ...],
+    values: tuple[Any, ...],
+    state: str,
+    more: dict[str, Any],
+) -> None:
+    """Make the group of a quantized tensor, or what is lacking of one."""
+    if state == "other":
+        replace(place, group_document(attributes | more))
+    write_quantized(place, params, values, attributes | more, layout)
+
+
 def partials(place: Place) -> list[str]:
     """What killed writes left below a place, for `remove`."""
     return [key for key, _ in keys(place) if PARTIAL.search(key)]
@@ -384,91 +271,6 @@ def _fill(array: ZarrArray, param: ParamSpec, value: Any) -> None:
     for region in grid.regions(tuple(int(n) for n in array.shape), tuple(int(n) for n in array.chunks)):
         plain = to_holder(np.asarray(read(region)))
         array[region] = plain.astype(plain.dtype.newbyteorder("="), copy=False)
-
-
-# ---- creating, as long as job.py asks for it
-
-
-def _create_array(
-    create: Any,
-    *,
-    shape: Shape,
-    element: str,
-    chunks: Shape,
-    shards: Shape | None,
-    compressors: tuple[Any, ...],
-    attributes: dict[str, Any],
-    dimension_names: tuple[str | None, ...] | None,
-) -> ZarrArray:
-    """An array of an element type. What is unwritten reads as `fill_value`; every object is written, all-zero ones too."""
-    row = ELEMENT_TYPES[element]
-    if row.holder != row.dtype:
-        attributes = attributes | {DTYPE_ATTRIBUTE: element}
-    array = create(
-        shape=shape,
-        dtype=row.holder,
-        chunks=chunks,
-        shards=shards,
-        compressors=compressors,
-        filters=None,
-        fill_value=fill_value(element),
-        attributes=attributes,
-        dimension_names=dimension_names,
-        config={"write_empty_chunks": True},
-    )
-    return writable(array)
-
-
-def _make_room(target: Any) -> None:
-    """Remove what `check_target` allowed to be replaced: first out of the way, so that no half of it stays in its place."""
-    if is_local(target) and os.path.isdir(target):
-        aside = f"{target}.{uuid.uuid4().hex}.old"
-        os.rename(target, aside)
-        shutil.rmtree(aside)
-
-
-def create_target(target: Any, **layout: Any) -> tuple[ZarrArray, ZarrArray]:
-    """Create the target array; return it, and once more as the node that `mark_complete` marks."""
-    try:
-        _make_room(target)
-        array = _create_array(partial(zarr.create_array, target, zarr_format=3), **layout)
-    except OSError as error:
-        raise SpecError("target", f"target {target!r} cannot be written: {error}") from error
-    return array, array
-
-
-def create_quantized(
-    target: Any,
-    params: tuple[ParamSpec, ...],
-    values: tuple[Any, ...],
-    group_attributes: dict[str, Any],
-    **layout: Any,
-) -> tuple[ZarrArray, zarr.Group]:
-    """Create the group of a quantized tensor and write its parameters; return its data array, to be filled, and itself."""
-    try:
-        _make_room(target)
-        group = zarr.create_group(target, attributes=group_attributes, zarr_format=3)
-        for param, value in zip(params, values, strict=True):
-            _store_param(group, param, value)
-        return _create_array(partial(group.create_array, DATA), **layout), group
-    except OSError as error:
-        raise SpecError("target", f"target {target!r} cannot be written: {error}") from error
-
-
-def _store_param(group: zarr.Group, param: ParamSpec, value: Any) -> None:
-    """Copy a parameter into the group, one stored object at a time."""
-    shape = tuple(int(n) for n in value.shape)
-    array = _create_array(
-        partial(group.create_array, param.name),
-        shape=shape,
-        element=param.dtype,
-        chunks=_param_chunks(shape),
-        shards=None,
-        compressors=COMPRESSORS["auto"],
-        attributes={},
-        dimension_names=None,
-    )
-    _fill(array, param, value)
 
 
 def create_source(path: str, shape: Shape, chunks: Shape, dtype: str, names: tuple[str, ...]) -> ZarrArray:

@@ -1,7 +1,7 @@
 """The memory model of a zarr-to-zarr run, and the choice it leaves: which unit, how many workers of which kind.
 
 The model is one formula, `Memory.total`, over terms that are measured or counted. All of it is arithmetic on shapes, so
-that a plan of 10**7 objects takes no longer than one of ten. Imports grid, memory, execute and threads.
+that a plan of 10**7 objects takes no longer than one of ten. Imports grid, memory, cluster and threads.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from math import prod
 from typing import Any
 
 from chunkq import grid
+from chunkq.cluster import connected
 from chunkq.dtypes import ELEMENT_TYPES
 from chunkq.errors import SpecError
-from chunkq.execute import cluster
 from chunkq.memory import MIB, available, format_size, resident
 from chunkq.spec import QuantSpec, Shape
 from chunkq.threads import available_cpus
@@ -52,7 +52,7 @@ class Memory:
     worker : int
         Each worker process before it reads; 0 where workers are threads.
     task : int
-        One unit at its peak: see `task_bytes`.
+        One unit at its peak: see `unit_bytes`.
     workers : int
         Units in progress at once.
     """
@@ -66,16 +66,6 @@ class Memory:
     def total(self) -> int:
         """Projected peak: base + workers * (worker + task)."""
         return self.base + self.workers * (self.worker + self.task)
-
-
-def task_bytes(unit_in: int, object_in: int, unit_out: int, params: int) -> int:
-    """Bytes one unit takes at its peak, the largest of its three steps.
-
-    Reading: the region, and one source object encoded, decoded and once more in the codec. Computing: input, a plain copy
-    of it where its layout is odd, and the output. Writing: the output, and twice its size in the codecs. The parameters
-    of the unit, see `params_bytes`, are there all the time.
-    """
-    return max(unit_in + 3 * object_in, 2 * unit_in + unit_out, 3 * unit_out) + params + MIB
 
 
 def params_bytes(spec: QuantSpec, unit: Shape, objects: Iterable[int]) -> int:
@@ -142,6 +132,8 @@ class Work:
         Whether the target has a codec that compresses.
     copies : int
         `decoding_copies` of the source.
+    extra : float
+        What a task holds besides, in results: where it compares, or where results wait to be taken.
     """
 
     spec: QuantSpec
@@ -152,6 +144,7 @@ class Work:
     held: int = 0
     encodes: bool = True
     copies: int = 3
+    extra: float = 0.0
 
     @property
     def itemsizes(self) -> tuple[int, int]:
@@ -167,7 +160,7 @@ class Work:
         fetched = prod(map(min, touched, self.source_object))
         row = ELEMENT_TYPES[self.spec.y_dtype]
         converts = row.limits is not None and row.holder != row.dtype
-        return unit_bytes(
+        unit = unit_bytes(
             prod(cut) * size_in,
             fetched * size_in,
             prod(cut) * size_out,
@@ -176,6 +169,7 @@ class Work:
             self.copies,
             prod(cut) * size_out if converts else 0,
         )
+        return unit + int(self.extra * prod(cut) * size_out)
 
     def effort(self, unit_shape: Shape, parallel: int) -> float:
         """Estimated time, in bytes that one worker moves: what is decoded, fetched and written, shared by workers."""
@@ -352,69 +346,8 @@ def arrange_on_cluster(work: Work, scheduler: Any, limit: int | None) -> Arrange
 
 def _cluster_workers(scheduler: Any) -> list[dict[str, Any]]:
     """What the scheduler says of each of its workers."""
-    try:
-        with cluster(scheduler) as client:
-            found = list(client.scheduler_info(n_workers=-1)["workers"].values())
-    except ImportError as error:
-        raise SpecError("scheduler", f"scheduler={scheduler!r} needs distributed: pip install distributed") from error
-    except (OSError, ValueError) as error:
-        raise SpecError("scheduler", f"scheduler={scheduler!r} cannot be reached: {error}") from error
+    with connected(scheduler) as client:
+        found = list(client.scheduler_info(n_workers=-1)["workers"].values())
     if not found:
         raise SpecError("scheduler", f"scheduler={scheduler!r} has no workers; start some with 'dask worker ADDRESS'")
     return found
-
-
-# ---- what job.py calls until it calls the functions above
-
-
-def _local_memory(kind: str, workers: int, task: int, held: int) -> Memory:
-    base = resident() + RUN_BYTES + (TRACKER_BYTES if kind == "processes" else 0)
-    return Memory(base, WORKER_BYTES + held if kind == "processes" else 0, task, workers)
-
-
-def choose_workers(
-    scheduler: str,
-    workers: int | None,
-    units: int,
-    task: int,
-    held: int,
-    moved: int,
-    encodes: bool,
-    limit: int,
-) -> tuple[str, Memory]:
-    """The fastest arrangement that fits: with a codec a process for each CPU, else threads, as few as needed."""
-    most = min(workers or available_cpus(), max(units, 1))
-    kinds = [scheduler]
-    if scheduler == "auto":
-        kinds = ["threads"] if not encodes or most == 1 or moved < PROCESSES_PAY_FROM else ["processes", "threads"]
-    counts = [most] if workers else range(most, 0, -1)
-    tried = [_local_memory(k, 1 if k == "sync" else n, task, held) for k in kinds for n in counts]
-    names = [k for k in kinds for _ in counts]
-    # fewer processes than threads would fit is the worse choice
-    fitting = [(m.workers, -i) for i, m in enumerate(tried) if m.total <= limit]
-    if not fitting:
-        least = min(tried, key=lambda m: m.total)
-        raise SpecError(
-            "max_mem",
-            f"max_mem={format_size(limit)} is too little: this run needs at least {format_size(least.total + MIB)} "
-            f"({format_size(least.base)} for the interpreter, {format_size(least.task)} for a unit); allow more, or "
-            "choose smaller chunks",
-        )
-    best = -max(fitting)[1]
-    return names[best], tried[best]
-
-
-def cluster_memory(scheduler: Any, task: int, held: int, limit: int | None) -> tuple[Memory, int]:
-    """Memory of one cluster worker, and its limit."""
-    found = _cluster_workers(scheduler)
-    threads = max(w["nthreads"] for w in found)
-    own = [w["memory_limit"] for w in found if w["memory_limit"]]
-    most = limit or (min(own) if own else available() // 2)
-    memory = Memory(CLUSTER_WORKER_BYTES + held, 0, task, threads)
-    if memory.total > most:
-        raise SpecError(
-            "max_mem",
-            f"max_mem={format_size(most)} a worker is too little: {threads} threads need "
-            f"{format_size(memory.total)}; allow more, or start workers with fewer threads",
-        )
-    return memory, most

@@ -12,7 +12,7 @@ import pytest
 import zarr
 
 import chunkq
-from chunkq import grid, job, workers
+from chunkq import grid, workers
 from chunkq.memory import MIB
 from chunkq.store import object_shape
 
@@ -26,7 +26,7 @@ OP = chunkq.DequantizeLinear(SCALE, axis=0)
 @pytest.fixture
 def small_units(monkeypatch):
     """One stored object a unit, however small."""
-    monkeypatch.setattr(job, "UNIT_BYTES", 1)
+    monkeypatch.setattr(workers, "UNIT_BYTES", 1)
 
 
 def write(path, x=X, chunks=(10, 15), **how):

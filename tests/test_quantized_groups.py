@@ -278,7 +278,7 @@ SOURCES = {
 @pytest.mark.parametrize("how", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("scheduler", ["threads", "sync"])
 def test_layouts_of_sources(how, scheduler, monkeypatch):
-    monkeypatch.setattr(chunkq.job, "UNIT_BYTES", 1)
+    monkeypatch.setattr(workers, "UNIT_BYTES", 1)
     save("x.zarr", X, **how)
     zero_point = np.int8(range(6)).astype(ml_dtypes.int4)
     command = ["--scale", ",".join(map(repr, ROWS.tolist())), "--zero-point", "0,1,2,3,4,5", "--dtype", "int4"]
@@ -310,7 +310,7 @@ def test_small_and_empty_tensors(shape, name):
 
 @pytest.mark.parametrize("scheduler", ["threads", "processes", "auto"])
 def test_schedulers(scheduler, monkeypatch):
-    monkeypatch.setattr(chunkq.job, "UNIT_BYTES", 1)
+    monkeypatch.setattr(workers, "UNIT_BYTES", 1)
     save("x.zarr", X, chunks=(3, 20))
     save("s.zarr", ROWS.astype(ml_dtypes.bfloat16), chunks=(2,))
     how = ["--scheduler", scheduler, "--workers", 2]

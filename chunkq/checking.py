@@ -1,0 +1,216 @@
+"""Checks a target against its source: computes again what it should hold, and compares every bit.
+
+Imports planning, job, journal and metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from chunkq.cluster import active_client
+from chunkq.dtypes import ELEMENT_TYPES
+from chunkq.errors import SpecError
+from chunkq.execute import Counter
+from chunkq.job import compute_units
+from chunkq.journal import Progressed
+from chunkq.listing import missing_keys
+from chunkq.memory import parse_size
+from chunkq.metadata import recorded_operator
+from chunkq.operands import element_of
+from chunkq.places import options_for
+from chunkq.planning import arranged, bind_zarr, check_options
+from chunkq.report import Progress
+from chunkq.spec import QuantSpec
+from chunkq.store import COMPLETE, Handle, ZarrArray, location, object_shape, open_source, open_written
+from chunkq.units import Job, Outcome, check_unit, held_params
+
+#: What a comparison holds besides: what was found, and where it differs, in results.
+COMPARED = 2.0
+
+#: Regions and keys that a text names; JSON has all.
+NAMED = 20
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a check found.
+
+    Attributes
+    ----------
+    units, checked : int
+        Units of the target, and those that were computed and compared.
+    missing_objects : int
+        Stored objects that the target lacks.
+    missing_keys : tuple of str
+        Some of them.
+    complete : bool
+        Whether the target says of itself that it is finished.
+    differing, failed : tuple of Outcome
+        Units that differ, and units that could not be read or computed.
+    seconds : float
+        How long it took.
+    """
+
+    units: int
+    checked: int
+    missing_objects: int
+    missing_keys: tuple[str, ...]
+    complete: bool
+    differing: tuple[Outcome, ...]
+    failed: tuple[Outcome, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return self.complete and not (self.missing_objects or self.differing or self.failed)
+
+    def __str__(self) -> str:
+        lines = [f"{self.checked} of {self.units} units compared in {self.seconds:.1f} s: {self._found()}"]
+        if not self.complete:
+            lines.append("the target is unfinished; run its job again to continue")
+        if self.missing_objects:
+            lines.append(f"{self.missing_objects} objects are missing, among them {', '.join(self.missing_keys)}")
+        for title, outcomes in (("differs", self.differing), ("cannot be checked", self.failed)):
+            lines += [f"{outcome.region} {title}: {_what(outcome)}" for outcome in outcomes[:NAMED]]
+            if len(outcomes) > NAMED:
+                lines.append(f"... and {len(outcomes) - NAMED} more regions")
+        return "\\n".join(lines)
+
+    def _found(self) -> str:
+        if not (self.differing or self.failed):
+            return "every bit is the same"
+        return f"{len(self.differing)} differ, {len(self.failed)} cannot be checked"
+
+    def to_json(self) -> str:
+        """Give all that was found as one JSON document."""
+        return json.dumps(asdict(self) | {"ok": self.ok})
+
+
+def _what(outcome: Outcome) -> str:
+    keys = f" ({', '.join(key for key, _ in outcome.keys)})" if outcome.keys else ""
+    return outcome.message + keys
+
+
+def verify(
+    source: Any,
+    target: Any,
+    *,
+    params: dict[str, Any] | None = None,
+    sample: float | None = None,
+    seed: int = 0,
+    max_mem: int | str | None = None,
+    scheduler: Any = None,
+    workers: int | None = None,
+    retries: int = 3,
+    storage_options: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Verification:
+    """Compute again what a target of chunkq should hold and compare bits; also that every object exists and decodes.
+
+    Parameters
+    ----------
+    source, target : str, path, URL, zarr store, zarr.Array or zarr.Group
+        What was read, and what was written.
+    params : dict, optional
+        Parameters by name, for a target that records them by their digest only, as it does NumPy arrays of more than 1024
+        elements that came from no file; the digest is compared.
+    sample : float, optional
+        Share of the units to compute, above 0 and up to 1, chosen by `seed`; all by default. Whether objects exist is
+        looked up for all.
+    max_mem, scheduler, workers, retries, storage_options
+        See `plan`.
+    progress : callable, optional
+        Called with the number of units checked so far, and of all to be checked.
+
+    Raises
+    ------
+    SpecError
+        The two do not belong together, or a parameter is missing.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, zarr, chunkq
+    >>> folder = tempfile.mkdtemp()
+    >>> x = zarr.create_array(f"{folder}/x.zarr", data=np.int8([[1, 2], [3, 4]]))
+    >>> report = chunkq.plan(chunkq.DequantizeLinear(0.5), x, f"{folder}/y.zarr").run()
+    >>> chunkq.verify(x, f"{folder}/y.zarr").ok
+    True
+    """
+    began = time.perf_counter()
+    share = _share(sample)
+    array = open_source(source, storage_options=options_for(source, storage_options))
+    node, written = open_written(target, options_for(target, storage_options))
+    op = recorded_operator(node, params or {})
+    check_options(op, "fill", workers, retries)
+    spec, values = bind_zarr(op, array)
+    _refuse_strangers(spec, written)
+    inputs = {"source": array} | dict(zip((p.name for p in spec.params), values, strict=True))
+    limit = None if max_mem is None else parse_size(max_mem)
+    scheduler = scheduler or active_client() or "threads"
+    arrangement = arranged(spec, inputs, object_shape(written), True, scheduler, workers, limit, COMPARED)
+    progressed = Progressed(written, arrangement.unit_shape)
+    chosen = _chosen(progressed.done(), arrangement.units, share, seed)
+    job = Job(
+        spec,
+        Handle(array, spec.x_dtype),
+        held_params(spec, values),
+        Handle(written, spec.y_dtype),
+        arrangement.unit_shape,
+        retries=retries,
+    )
+    counter = Counter(None if progress is None else partial(_tell, progress, len(chosen)))
+    compute_units(job, check_unit, chosen, arrangement, scheduler, counter)
+    return Verification(
+        units=arrangement.units,
+        checked=len(chosen),
+        missing_objects=progressed.listing.missing,
+        missing_keys=tuple(missing_keys(written, progressed.listing)),
+        complete=node.attrs.get(COMPLETE) is True,
+        differing=_those(counter, "differs"),
+        failed=_those(counter, "failed"),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _tell(progress: Progress, units: int, done: int) -> None:
+    progress(done, units)
+
+
+def _share(sample: Any) -> float:
+    if sample is None:
+        return 1.0
+    if isinstance(sample, bool) or not isinstance(sample, (int, float)) or not 0 < sample <= 1:
+        raise SpecError("argument", f"sample={sample!r}: expected a share above 0 and up to 1, or None for all")
+    return float(sample)
+
+
+def _refuse_strangers(spec: QuantSpec, written: ZarrArray) -> None:
+    """Refuse a target of another shape or type than the operator gives on this source."""
+    shape = tuple(int(n) for n in written.shape)
+    element = element_of("target", written, None, tuple(ELEMENT_TYPES))
+    if (shape, element) != (spec.shape, spec.y_dtype):
+        raise SpecError(
+            "target",
+            f"target {location(written)} is {element} {shape}, but {spec.op} gives {spec.y_dtype} {spec.shape} on this "
+            "source; pass the source that it was made of",
+        )
+
+
+def _chosen(done: Any, units: int, share: float, seed: int) -> Any:
+    """Units to compute, in C order: of those whose objects are all there, the share asked for of all units."""
+    if share == 1.0:
+        return done
+    wanted = min(len(done), math.ceil(share * units))
+    return np.sort(np.random.default_rng(seed).choice(done, wanted, replace=False))
+
+
+def _those(counter: Counter, state: str) -> tuple[Outcome, ...]:
+    return tuple(sorted((o for o in counter.outcomes if o.state == state), key=lambda o: o.index))
