@@ -107,6 +107,20 @@ def test_digest_follows_the_content_and_nothing_else(name, tmp_path):
     assert list_objects(array).digest != before
 
 
+def test_rest_does_not_depend_on_what_is_left_out(tmp_path):
+    array = make(tmp_path)
+    left_out = frozenset({"c/0/0", "c/1/1"})
+    before = list_objects(array, leave_out=left_out)
+    assert before.rest != before.digest == list_objects(array).rest
+    time.sleep(0.02)
+    array[0, 0] = array[2, 3] = 200
+    (tmp_path / "a/c/1/1").unlink()
+    after = list_objects(array, leave_out=left_out)
+    assert (after.rest, after.digest == before.digest) == (before.rest, False)
+    array[4, 6] = 200
+    assert list_objects(array, leave_out=left_out).rest != before.rest
+
+
 @pytest.mark.parametrize("format", [2, 3])
 @pytest.mark.parametrize("separator", [".", "/"])
 @pytest.mark.parametrize("shape", [(), (11,), (12, 13, 3)])
