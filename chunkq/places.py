@@ -423,7 +423,7 @@ def _files(folder: str) -> Iterator[tuple[str, bool]]:
     while folders:
         try:
             entries = os.scandir(folders.pop())
-        except FileNotFoundError:  # nothing there, or removed meanwhile
+        except (FileNotFoundError, NotADirectoryError):  # nothing there, or removed meanwhile
             continue
         with entries:
             for entry in entries:
