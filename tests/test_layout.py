@@ -3,7 +3,7 @@
 from math import prod
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkq.errors import SpecError
@@ -99,6 +99,7 @@ def test_tensors_of_no_axes_and_no_elements():
     assert target_layout((0, 4), 4, (5, 4), None, "1KiB") == ((1, 4), None)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 50), st.integers(1, 12), st.integers(1, 4)), max_size=3),
     st.integers(1, 5000),
