@@ -80,7 +80,8 @@ def with_progress(bytes_per_unit: float, wanted: bool, run: Callable[[Any], Resu
     with _bar(wanted) as bar:
         if bar is None:
             return run(None)
-        task = bar.tasks[bar.add_task("units", total=None, rate="")]
+        bar.add_task("units", total=None, rate="")
+        task = bar.tasks[0]
         first: list[int] = []
 
         def advance(done: int, units: int) -> None:

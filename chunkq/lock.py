@@ -23,7 +23,7 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore
 
-from chunkq.errors import ChunkqError, RunError
+from chunkq.errors import ChunkqError, RunError, SpecError
 from chunkq.places import first_line
 
 #: Name of the lock, below the target's path.
@@ -156,6 +156,8 @@ class Lock:
             self._take(mine)
         except ChunkqError:
             raise
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            raise SpecError("target", f"target {self._shown} cannot be written: {first_line(error)}") from error
         except Exception as error:  # stores have an error class each
             raise RunError(
                 f"the lock {self._key!r} of target {self._shown} cannot be written: {type(error).__name__}: "

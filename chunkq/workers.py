@@ -33,6 +33,8 @@ CLUSTER_WORKER_BYTES = WORKER_BYTES + 64 * MIB
 UNIT_BYTES = 4 * MIB
 #: What fetching an object costs besides its bytes, in bytes: the call, a shard's index.
 FETCH_BYTES = 256 * 1024
+#: What a unit costs besides, likewise: its task, and the calls of zarr.
+CALL_BYTES = 128 * 1024
 #: A gain in time below this is not worth any memory.
 WORTH_IT = 1.02
 #: Codecs whose decoder holds no more than encoded and decoded bytes and one copy; others join a list of pieces as well.
@@ -181,7 +183,8 @@ class Work:
         fetches = grid.source_reads(shape, self.source_object, unit_shape) * grid.count(shape, self.source_object)
         # the last round of units may leave workers idle
         rounds = -(-units // parallel)
-        return (decoded + FETCH_BYTES * fetches + prod(shape) * size_out) * rounds / units
+        moved = decoded + FETCH_BYTES * fetches + prod(shape) * size_out
+        return moved * rounds / units + CALL_BYTES * rounds
 
     def units(self, parallel: int) -> list[tuple[Shape, ...]]:
         """Unit shapes to choose from: for each alignment of the grids, gathered from the most objects to the fewest."""
@@ -253,15 +256,10 @@ def arrange(work: Work, scheduler: str, workers: int | None, limit: int) -> Arra
     here = resident()
     tried, best = [], []
     for kind in _kinds(work, scheduler, wanted):
-        choices = []
-        for gathered in work.units(1 if kind == "sync" else wanted):
-            options = [_local(work, unit, kind, wanted, workers is not None, here, limit) for unit in gathered]
-            tried += options
-            fitting = [option for option in options if option.memory.total <= limit]
-            if fitting:
-                choices.append(
-                    max(fitting, key=lambda option: option.memory.workers)
-                )  # the first, most gathered, of them
+        units = [unit for gathered in work.units(1 if kind == "sync" else wanted) for unit in gathered]
+        options = [_local(work, unit, kind, wanted, workers is not None, here, limit) for unit in units]
+        tried += options
+        choices = [option for option in options if option.memory.total <= limit]
         # one worker process is one interpreter too many
         choices = [c for c in choices if scheduler != "auto" or kind == "threads" or c.memory.workers > 1]
         if choices:

@@ -202,15 +202,6 @@ def test_plan_shows_everything_and_writes_nothing(tmp_path):
 # ---- memory
 
 
-def test_memory_is_the_sum_of_its_terms():
-    memory = workers.Memory(base=100, worker=10, task=7, workers=3)
-    assert memory.total == 100 + 3 * (10 + 7)
-    # reading: region + encoded, decoded and codec copies of one object; writing: result + two codec copies
-    assert workers.task_bytes(4 * MIB, 4 * MIB, 16 * MIB, 0) == 48 * MIB + MIB
-    assert workers.task_bytes(4 * MIB, 64 * MIB, 16 * MIB, 5) == 4 * MIB + 192 * MIB + MIB + 5
-    assert workers.task_bytes(40 * MIB, 1, 40 * MIB, 0) == 120 * MIB + MIB
-
-
 def test_parameters_count_as_cut_and_as_computed_with():
     spec, _ = chunkq.DequantizeLinear(SCALE, np.zeros(30, np.int8), axis=0).bind(SHAPE, "int8")
     # 10 scales of 4 bytes and 10 zero points of 1, all once more as float32; a zarr object three times
@@ -227,7 +218,7 @@ def test_too_little_memory_names_the_least(tmp_path):
     assert caught.value.reason == "max_mem"
     least = str(caught.value).split("at least ")[1].split(" (")[0]
     plan = chunkq.plan(OP, source, tmp_path / "y.zarr", max_mem=float(least.split()[0]).__ceil__() * MIB + MIB)
-    assert plan.memory.workers == 1
+    assert plan.memory.total <= plan.max_mem
 
 
 @pytest.mark.parametrize(
@@ -283,7 +274,9 @@ def test_a_damaged_object_stops_the_run_and_is_named(tmp_path, scheduler):
     source = write(tmp_path / "x.zarr")
     (Path(source) / "c" / "1" / "2").write_bytes(b"not zstd at all")
     plan = chunkq.plan(OP, source, tmp_path / "y.zarr", scheduler=scheduler, workers=1)
-    with pytest.raises(chunkq.RunError, match=r"region \[10:20, 30:40\]: reading the source failed"):
+    with pytest.raises(
+        chunkq.RunError, match=r"region \[10:20, 30:40\]: reading the source .* failed.*cannot be read: c/1/2"
+    ):
         plan.run()
     assert zarr.open_array(tmp_path / "y.zarr").attrs["chunkq.complete"] is False
 
@@ -313,9 +306,9 @@ LYING_BLOSC = bytes([2, 1, 0x21, 1]) + (2**30).to_bytes(4, "little") * 2 + (1024
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"shape": [2**30, 2**30], "chunk_shape": [10, 15]}, 1),  # 2**60 elements
+        ({"shape": [2**30, 2**30], "chunk_shape": [10, 15]}, 2),  # 2**60 elements
         ({"shape": [2**20, 2**20], "chunk_shape": [2**20, 2**20]}, 2),  # a chunk of 1 TiB
-        ({"shape": [2**15, 2**15], "chunk_shape": [1, 1]}, 1),  # 2**30 chunks
+        ({"shape": [2**15, 2**15], "chunk_shape": [1, 1]}, 2),  # 2**30 chunks
         ({"shape": [-3, 40]}, 2),
         # zarr 3.4 reads a size of 0 as 1; then every object is missing
         ({"chunk_shape": [0, 15]}, 2 if zarr.__version__ < "3.2" else 1),
@@ -340,7 +333,7 @@ def test_a_lying_blosc_header(tmp_path):
             path.write_bytes(LYING_BLOSC)
     done = _limited(["dequantize", str(source), str(tmp_path / "y.zarr"), "--scale", "1", "--scheduler", "sync"])
     assert done.returncode == 1
-    assert "reading the source failed" in done.stderr
+    assert "cannot be read: c/" in done.stderr
     assert "Traceback" not in done.stderr
 
 

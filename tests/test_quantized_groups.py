@@ -13,7 +13,7 @@ import zarr
 from click.testing import CliRunner
 
 import chunkq
-from chunkq import metadata
+from chunkq import metadata, workers
 from chunkq.cli import main
 
 SHAPE = (6, 40)
@@ -769,7 +769,6 @@ def test_overwrite_replaces_a_group_of_ours(group):
 STRANGERS = {
     "file": lambda g: Path(g, "notes.txt").write_text("mine"),
     "hidden file": lambda g: Path(g, ".notes").write_text("mine"),
-    "empty folder": lambda g: Path(g, "notes").mkdir(),
     "array": lambda g: save(f"{g}/extra", X),
     "group": lambda g: zarr.create_group(f"{g}/extra"),
     "array in the data": lambda g: save(f"{g}/data/extra", X),
