@@ -106,7 +106,7 @@ class Plan:
     bytes_read, bytes_written : int
         Uncompressed.
     source_reads : float
-        How many times each source object is decoded, where the grids do not match.
+        How many times each chunk of the source is decoded, where the grids do not match.
     scheduler : str
         "threads", "processes", "sync" or "cluster".
     memory : Memory

@@ -174,16 +174,17 @@ class Work:
         return unit + int(self.extra * prod(cut) * size_out)
 
     def effort(self, unit_shape: Shape, parallel: int) -> float:
-        """Estimated time, in bytes that one worker moves: what is decoded, fetched and written, shared by workers."""
+        """Estimated time, in bytes that one worker moves: what is decoded, fetched again and written, shared by workers."""
         shape, (size_in, size_out) = self.spec.shape, self.itemsizes
         units = grid.count(shape, unit_shape)
         if not units:
             return 0.0
         decoded = grid.source_reads(shape, self.source_chunk, unit_shape) * prod(shape) * size_in
-        fetches = grid.source_reads(shape, self.source_object, unit_shape) * grid.count(shape, self.source_object)
+        # each object is fetched once anyhow
+        again = (grid.source_reads(shape, self.source_object, unit_shape) - 1) * grid.count(shape, self.source_object)
         # the last round of units may leave workers idle
         rounds = -(-units // parallel)
-        moved = decoded + FETCH_BYTES * fetches + prod(shape) * size_out
+        moved = decoded + FETCH_BYTES * again + prod(shape) * size_out
         return moved * rounds / units + CALL_BYTES * rounds
 
     def units(self, parallel: int) -> list[tuple[Shape, ...]]:

@@ -199,7 +199,7 @@ def test_small_objects_are_gathered_but_a_unit_is_left_for_each_worker():
         (8 << 30, (1024, 4096), 1.0, 4),
         (245 * MIB, (1024, 4096), 1.0, 4),
         (235 * MIB, (512, 4096), 2.0, 4),
-        (205 * MIB, (256, 4096), 4.0, 4),
+        (205 * MIB, (512, 4096), 2.0, 3),  # four that read everything twice as often would be no faster
         (149 * MIB, (512, 4096), 2.0, 1),
     ],
 )
