@@ -103,7 +103,7 @@ def parameter(name: str, value: Any, weak_dtype: str, declared: str | None = Non
         )
     refuse_masked(name, value)
     if found == "numpy":
-        value = np.asarray(value)
+        value = value if isinstance(value, FromFile) else np.asarray(value)
     return declare(name, value, declared) if declared else value
 
 
