@@ -1,6 +1,7 @@
 """Runs a task for each of many units on this machine: Dask's schedulers, worker processes, progress, peak memory.
 
-Not dask.array: it would cost every worker 50 MiB. Clusters are in cluster.py. Imports units and memory.
+Units that are short go to a scheduler several at a time, which it takes for one task; each is counted on its own. Not
+dask.array: it would cost every worker 50 MiB. Clusters are in cluster.py. Imports units and memory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import dask
@@ -25,21 +28,78 @@ from chunkq.errors import RunError
 from chunkq.memory import keep_memory_flat, peak_of_tree
 from chunkq.units import Job, Outcome, one_object_at_a_time
 
-#: Units handed to a scheduler at once; bounds the graph, not the run.
-WINDOW = 4096
+#: Tasks handed to a scheduler at once, and the first time, when nobody knows how long a unit takes; bounds the graph.
+WINDOW, FIRST_WINDOW = 2048, 64
+
+#: Seconds of short units that make one task, and how many at most: what a task costs is then shared.
+BATCH_SECONDS, BATCH_UNITS = 0.1, 256
 
 #: Seconds between two looks at the memory of the process tree.
 LOOK = 0.25
 
-#: What a scheduler calls for each unit.
+#: What is called for each unit.
 Task = Callable[[Job, int], Outcome | None]
 
-#: Called with the number of tasks done so far; an exception it raises stops the run.
+#: Called with the number of units done so far; an exception it raises stops the run.
 Watch = Callable[[int], None]
 
 
+# ---- several units as one task
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What became of the units of one task: of the first ones, as many as there was time for."""
+
+    outcomes: list[Outcome | None]
+    seconds: float
+
+
+def run_batch(job: Job, task: Task, indices: Sequence[int]) -> Batch:
+    """Do units one after the other, at least one, until the time of a batch is over."""
+    began = time.perf_counter()
+    outcomes: list[Outcome | None] = []
+    seconds = 0.0
+    for index in indices:
+        outcomes.append(task(job, index))
+        seconds = time.perf_counter() - began
+        if seconds > BATCH_SECONDS:
+            break
+    return Batch(outcomes, seconds)
+
+
+class Units:
+    """The units that wait for a worker; how many make a task follows from how long the last ones took."""
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        self._indices = indices
+        self._next = 0
+        self._again: list[int] = []
+        self.size = 1
+
+    def take(self) -> tuple[int, ...]:
+        """The units of one more task; none when all are handed out."""
+        again, self._again = self._again[: self.size], self._again[self.size :]
+        start = self._next
+        self._next = min(start + self.size - len(again), len(self._indices))
+        return (*again, *(int(i) for i in self._indices[start : self._next]))
+
+    def give_back(self, units: Sequence[int]) -> None:
+        """These units were not done; they are handed out before any other."""
+        self._again += units
+
+    def learn(self, units: Sequence[int], batch: Batch) -> None:
+        """Take note of how far a task came, and in what time."""
+        self.give_back(units[len(batch.outcomes) :])
+        fitting = int(BATCH_SECONDS * len(batch.outcomes) / max(batch.seconds, 1e-9))
+        self.size = max(1, min(fitting, 2 * self.size, BATCH_UNITS))
+
+
+# ---- what is noted of them
+
+
 class Counter(Callback):  # type: ignore[misc]
-    """Counts finished tasks, keeps what they had to say, and the highest memory seen: no less than the true peak."""
+    """Counts finished units, keeps what they had to say, and the highest memory seen: no less than the true peak."""
 
     def __init__(self, watch: Watch | None = None) -> None:
         super().__init__(posttask=self._posttask)
@@ -50,8 +110,9 @@ class Counter(Callback):  # type: ignore[misc]
         self._peaks: dict[int, int] = {}
         self._looked = 0.0
 
-    def _posttask(self, key: Any, outcome: Any, *_: Any) -> None:
-        self.count(outcome)
+    def _posttask(self, key: Any, batch: Batch, *_: Any) -> None:
+        for outcome in batch.outcomes:
+            self.count(outcome)
 
     def count(self, outcome: Outcome | None) -> None:
         """Take note of one more finished unit."""
@@ -91,8 +152,8 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _run_unit_of(token: str, task: Task, index: int) -> Outcome | None:
-    return task(_jobs[token], index)
+def _run_batch_of(token: str, task: Task, indices: Sequence[int]) -> Batch:
+    return run_batch(_jobs[token], task, indices)
 
 
 def _is_up() -> None:
@@ -120,7 +181,7 @@ def _run_in_processes(job: Job, task: Task, indices: Sequence[int], workers: int
                 started = [pool.submit(_is_up) for _ in range(workers)]
             wait(started)
             how = {"scheduler": "processes", "pool": pool, "chunksize": 1, "num_workers": workers}
-            _compute(job, indices, _run_unit_of, (job.token, task), **how)
+            _compute(job, indices, _run_batch_of, (job.token, task), **how)
         except BrokenProcessPool as error:
             raise RunError(
                 "a worker process died (out of memory, or killed); run the same again to continue"
@@ -134,18 +195,22 @@ def _run_in_processes(job: Job, task: Task, indices: Sequence[int], workers: int
 
 
 def task_key(job: Job, index: int) -> str:
-    """Name of a task, as a dashboard shows it."""
+    """Name of a task, as a dashboard shows it, by its first unit."""
     return f"{job.spec.task_name}-{job.token[:8]}-{index}"
 
 
 def _compute(
-    job: Job, indices: Sequence[int], function: Callable[..., Any], first: tuple[Any, ...], **how: Any
+    job: Job, indices: Sequence[int], function: Callable[..., Batch], first: tuple[Any, ...], **how: Any
 ) -> None:
     call = dask.delayed(function, pure=False, traverse=False)
-    for start in range(0, len(indices), WINDOW):
-        window = indices[start : start + WINDOW]
-        tasks = [call(*first, int(i), dask_key_name=task_key(job, int(i))) for i in window]
-        dask.compute(*tasks, optimize_graph=False, traverse=False, **how)
+    units = Units(indices)
+    room = FIRST_WINDOW
+    while window := list(islice(iter(units.take, ()), room)):
+        tasks = [call(*first, batch, dask_key_name=task_key(job, batch[0])) for batch in window]
+        done = dask.compute(*tasks, optimize_graph=False, traverse=False, **how)
+        for batch, result in zip(window, done, strict=True):
+            units.learn(batch, result)
+        room = WINDOW
 
 
 def run_locally(job: Job, task: Task, indices: Sequence[int], kind: str, workers: int, counter: Counter) -> None:
@@ -160,7 +225,7 @@ def run_locally(job: Job, task: Task, indices: Sequence[int], kind: str, workers
         if kind == "processes":
             _run_in_processes(job, task, indices, workers, counter)
         elif workers == 1:
-            _compute(job, indices, task, (job,), scheduler="sync")
+            _compute(job, indices, run_batch, (job, task), scheduler="sync")
         else:
-            _compute(job, indices, task, (job,), scheduler="threads", num_workers=workers)
+            _compute(job, indices, run_batch, (job, task), scheduler="threads", num_workers=workers)
     counter.measure()
