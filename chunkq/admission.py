@@ -18,13 +18,8 @@ import zarr
 from chunkq.errors import SpecError
 from chunkq.lock import LOCK
 from chunkq.places import Place, ancestors, comparable, first_line, get, keys, parent, place_of, relation
-from chunkq.store import COMPLETE, OPERATOR, ZarrArray, open_node, refuse_odd_chunks
+from chunkq.store import OPERATOR, REPLACING, ZarrArray, open_node, refuse_odd_chunks
 from chunkq.stored import Keys
-
-#: Attribute of a target whose predecessor is being removed, and the object by which one process keeps others away.
-REPLACING = "chunkq.replacing"
-#: Attributes that say something of the run that wrote a target, not of the tensor.
-OWN_ATTRIBUTES = (OPERATOR, COMPLETE, REPLACING, "chunkq.fingerprint")
 
 #: What the group of a quantized tensor consists of.
 DATA = "data"

@@ -19,7 +19,7 @@ from chunkq.cluster import connected, forget_peaks, highest_peak, run_on_cluster
 from chunkq.dtypes import ELEMENT_TYPES, ZERO_ONLY
 from chunkq.errors import RunError, SpecError
 from chunkq.execute import Counter, Task, Watch, run_locally
-from chunkq.journal import FINGERPRINT, UNREADABLE, Progressed, differences, fingerprint
+from chunkq.journal import Progressed, differences, fingerprint
 from chunkq.listing import Listing, list_objects, refuse_damaged, refuse_missing, undecodable
 from chunkq.lock import Lock
 from chunkq.memory import reset_peak
@@ -29,7 +29,7 @@ from chunkq.report import Plan, Progress, Report
 from chunkq.run import check_values
 from chunkq.shards import absent_inner_chunks
 from chunkq.spec import QuantSpec
-from chunkq.store import COMPLETE, Handle, ZarrArray, object_shape
+from chunkq.store import COMPLETE, FINGERPRINT, UNREADABLE, Handle, ZarrArray, object_shape
 from chunkq.stored import remove_strays
 from chunkq.target import Layout, mark_complete, open_root, open_target
 from chunkq.units import Job, Outcome, UnitError, held_params, write_unit

@@ -18,10 +18,6 @@ from chunkq.metadata import digest
 from chunkq.spec import FORMULAS, QuantSpec
 from chunkq.store import ZarrArray, object_shape
 
-#: Attributes of a target: which job it is of, and objects of the source that could not be read so far.
-FINGERPRINT = "chunkq.fingerprint"
-UNREADABLE = "chunkq.unreadable"
-
 
 def _sha256(document: Any) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

@@ -8,11 +8,9 @@ from __future__ import annotations
 import os
 import uuid
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import zarr
-from zarr.storage import LocalStore
 
 from chunkq.dtypes import from_holder
 from chunkq.errors import SpecError
@@ -20,9 +18,16 @@ from chunkq.places import Place, get, outward_link, place_of, shown_as
 from chunkq.places import first_line as first_line
 from chunkq.spec import Region, Shape
 
-#: Attributes of what chunkq writes: the operator it was made with, and whether every object was written.
+#: Attributes of what chunkq writes: the operator it was made with, whether every object was written, which job it is of,
+#: objects of the source that could not be read so far, and whether what was there before is still being removed.
 OPERATOR = "chunkq.operator"
 COMPLETE = "chunkq.complete"
+FINGERPRINT = "chunkq.fingerprint"
+UNREADABLE = "chunkq.unreadable"
+REPLACING = "chunkq.replacing"
+
+#: They say something of the run that wrote a target, not of the tensor.
+OWN_ATTRIBUTES = (OPERATOR, COMPLETE, FINGERPRINT, UNREADABLE, REPLACING)
 
 ZarrArray = zarr.Array[Any]
 
@@ -52,21 +57,6 @@ class Handle:
 def object_shape(array: ZarrArray) -> Shape:
     """Shape of one stored object: the shard where there are shards (zarr's `chunks` is the inner chunk), else the chunk."""
     return tuple(int(n) for n in (array.shards or array.chunks))
-
-
-def plain_path(location: Any) -> Any:
-    """A local path as a path: zarr makes a store of a ``file://`` URL whose writes are not atomic."""
-    if isinstance(location, os.PathLike):
-        return os.fspath(location)
-    if isinstance(location, LocalStore):
-        return str(location.root)
-    if isinstance(location, str) and location.startswith("file:"):
-        return unquote(urlsplit(location).path)
-    return location
-
-
-def is_local(location: Any) -> bool:
-    return isinstance(location, str) and "://" not in location
 
 
 def open_source(

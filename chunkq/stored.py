@@ -21,7 +21,7 @@ from zarr.storage import FsspecStore, ObjectStore, WrapperStore, ZipStore
 
 from chunkq.errors import ChunkqError, RunError, SpecError
 from chunkq.grid import counts, unravel
-from chunkq.places import first_line
+from chunkq.places import first_line, forget_listings
 from chunkq.store import ZarrArray, local_path, location, object_shape
 
 #: Objects handled at a time.
@@ -246,8 +246,7 @@ async def _list_fsspec(store: Any, root: str, keys: Keys) -> AsyncIterator[list[
     fs = store.fs
     place = fs._strip_protocol(f"{store.path.rstrip('/')}/{root}").rstrip("/")
     start = f"{place}/".lstrip("/")
-    # a listing made before is kept by some file systems, and shows what was
-    getattr(fs, "sync_fs", fs).invalidate_cache(place)
+    forget_listings(store)
     if hasattr(fs, "_iterdir") and hasattr(fs, "split_path"):
         infos = _s3_pages(fs, place)
     elif type(fs)._find.__module__ != "fsspec.asyn":

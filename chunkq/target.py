@@ -24,9 +24,6 @@ from chunkq import grid
 from chunkq.admission import (
     DATA,
     DOCUMENT,
-    OWN_ATTRIBUTES,
-    PARTIAL,
-    REPLACING,
     may_be_replaced,
     strange,
 )
@@ -38,6 +35,8 @@ from chunkq.spec import ParamSpec, Shape
 from chunkq.store import (
     COMPLETE,
     OPERATOR,
+    OWN_ATTRIBUTES,
+    REPLACING,
     Handle,
     ZarrArray,
     first_line,
@@ -210,11 +209,6 @@ def begin_quantized(
     if state == "other":
         replace(place, group_document(attributes | more))
     write_quantized(place, params, values, attributes | more, layout)
-
-
-def partials(place: Place) -> list[str]:
-    """What killed writes left below a place, for `remove`."""
-    return [key for key, _ in keys(place) if PARTIAL.search(key)]
 
 
 def open_root(place: Place) -> ZarrArray | zarr.Group:
