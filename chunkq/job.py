@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from chunkq.listing import Listing, list_objects, refuse_damaged, refuse_missing
 from chunkq.lock import Lock
 from chunkq.memory import reset_peak
 from chunkq.objects import delete_objects, object_keys
-from chunkq.places import Place
+from chunkq.places import Place, place_of
 from chunkq.report import Plan, Progress, Report
 from chunkq.run import check_values
 from chunkq.shards import absent_inner_chunks
@@ -33,7 +33,7 @@ from chunkq.store import COMPLETE, FINGERPRINT, UNREADABLE, Handle, ZarrArray, o
 from chunkq.stored import remove_strays
 from chunkq.target import Layout, mark_complete, open_root, open_target
 from chunkq.units import Job, Outcome, UnitError, held_params, write_unit
-from chunkq.workers import SCHEDULERS, Arrangement
+from chunkq.workers import SCHEDULERS, Arrangement, move_to_cluster
 
 #: How often units are begun whose objects are not there in the end: somebody else may delete them.
 PASSES = 3
@@ -82,6 +82,8 @@ def stored_inputs(inputs: dict[str, Any]) -> dict[str, ZarrArray]:
 
 def carry_out(run: Run, plan: Plan, progress: Progress | None, client: Any) -> Report:
     """What `Plan.run` does."""
+    if client is not None:
+        run, plan = _moved(run, plan, client)
     node = check_target(run.place, stored_inputs(run.inputs))
     left_out = _unreadable(node)
     listings, missing = look_at_inputs(run.inputs, run.missing, run.retries, left_out)
@@ -100,7 +102,7 @@ def carry_out(run: Run, plan: Plan, progress: Progress | None, client: Any) -> R
         state, node = target_state(run.place, run.inputs, comparable, run.overwrite)
         target = _begin(run, state, node, ours)
         try:
-            done = _fill(run, target, lock, progress, client)
+            done = _fill(run, target, lock, progress)
         except UnitsFailed as failure:
             _note_unreadable(run, failure, listings)
             raise
@@ -109,7 +111,28 @@ def carry_out(run: Run, plan: Plan, progress: Progress | None, client: Any) -> R
     return _report(plan, done, time.perf_counter() - began, listings, missing)
 
 
+def _moved(run: Run, plan: Plan, client: Any) -> tuple[Run, Plan]:
+    """The run and its plan on a cluster, where its workers see the data and have the memory."""
+    held = sum(value.nbytes for value in run.inputs.values() if isinstance(value, np.ndarray))
+    arrangement = move_to_cluster(run.arrangement, held, client)
+    refuse_in_process(arrangement.kind, run.place, run.inputs)
+    plan = replace(plan, scheduler=arrangement.kind, memory=arrangement.memory, max_mem=arrangement.limit)
+    return replace(run, scheduler=client, arrangement=arrangement), plan
+
+
 # ---- before anything is written
+
+
+def refuse_in_process(kind: str, place: Place, inputs: dict[str, Any]) -> None:
+    """Refuse what is stored in this process's memory, where workers are other processes."""
+    if kind not in ("processes", "cluster"):
+        return
+    stored = {name: place_of(array.store_path) for name, array in stored_inputs(inputs).items()}
+    for name, at in (stored | {"target": place}).items():
+        if at.in_process:
+            raise SpecError(
+                "scheduler", f"{name} is in the memory of this process, where no {kind} see it; use 'threads'"
+            )
 
 
 def _unreadable(node: Any) -> frozenset[str]:
@@ -211,9 +234,9 @@ class _Done:
     peak: int = 0
 
 
-def _fill(run: Run, target: ZarrArray, lock: Lock, progress: Progress | None, client: Any) -> _Done:
+def _fill(run: Run, target: ZarrArray, lock: Lock, progress: Progress | None) -> _Done:
     """Do every unit that lacks objects, until there is none."""
-    job = _job(run, target, client)
+    job = _job(run, target)
     units = elements = peak = 0
     for attempt in range(PASSES):
         progressed = Progressed(target, run.arrangement.unit_shape)
@@ -227,13 +250,13 @@ def _fill(run: Run, target: ZarrArray, lock: Lock, progress: Progress | None, cl
         all_units = run.arrangement.units
         counter = Counter(_watched(lock, all_units - len(todo), all_units, progress))
         try:
-            compute_units(job, write_unit, todo, run.arrangement, client or run.scheduler, counter)
+            compute_units(job, write_unit, todo, run.arrangement, run.scheduler, counter)
         except UnitError as error:
             raise UnitsFailed([error.outcome], all_units) from error
         failed = [outcome for outcome in counter.outcomes if outcome.state == "failed"]
         if failed:
             raise UnitsFailed(failed, all_units)
-        units += len(todo) - len(counter.outcomes)
+        units += len(todo)  # one that was skipped is this run's too, done by a worker that was lost before it said so
         elements += progressed.elements(todo)
         peak = max(peak, counter.peak)
     raise RunError(
@@ -241,7 +264,7 @@ def _fill(run: Run, target: ZarrArray, lock: Lock, progress: Progress | None, cl
     )
 
 
-def _job(run: Run, target: ZarrArray, client: Any) -> Job:
+def _job(run: Run, target: ZarrArray) -> Job:
     return Job(
         run.spec,
         Handle(run.source, run.spec.x_dtype),
@@ -250,7 +273,7 @@ def _job(run: Run, target: ZarrArray, client: Any) -> Job:
         run.arrangement.unit_shape,
         retries=run.retries,
         fail_fast=run.fail_fast,
-        shared=client is not None or run.arrangement.kind == "cluster",
+        shared=run.arrangement.kind == "cluster",
         trusted=run.place.atomic,
     )
 

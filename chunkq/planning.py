@@ -15,7 +15,7 @@ import numpy as np
 from chunkq.cluster import active_client
 from chunkq.dtypes import ELEMENT_TYPES
 from chunkq.errors import SpecError
-from chunkq.job import Run, carry_out, stored_inputs, target_state
+from chunkq.job import Run, carry_out, refuse_in_process, target_state
 from chunkq.journal import fingerprint
 from chunkq.layout import target_layout
 from chunkq.memory import available, parse_size
@@ -130,7 +130,7 @@ def plan(
     chunks, shards = target_layout(spec.shape, itemsize, source_chunks, source_shards, target_chunks, target_shards)
     codecs = resolve_compressors(compressors)
     arrangement = arranged(spec, inputs, shards or chunks, compressors != "none", scheduler, workers, limit)
-    _refuse_in_process(arrangement, place, inputs)
+    refuse_in_process(arrangement.kind, place, inputs)
     layout = Layout(
         shape=spec.shape,
         element=spec.y_dtype,
@@ -245,19 +245,6 @@ def arranged(
             f"scheduler={scheduler!r}: expected one of {', '.join(SCHEDULERS)}, or an address such as tcp://host:8786",
         )
     return arrange_on_cluster(work, scheduler, limit)
-
-
-def _refuse_in_process(arrangement: Arrangement, place: Place, inputs: dict[str, Any]) -> None:
-    """Other processes do not see what is stored in this one's memory."""
-    if arrangement.kind not in ("processes", "cluster"):
-        return
-    stored = {name: place_of(array.store_path) for name, array in stored_inputs(inputs).items()}
-    for name, at in (stored | {"target": place}).items():
-        if at.in_process:
-            raise SpecError(
-                "scheduler",
-                f"{name} is in the memory of this process, where no {arrangement.kind} see it; use 'threads'",
-            )
 
 
 # ---- what the target says

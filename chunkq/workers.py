@@ -7,7 +7,7 @@ that a plan of 10**7 objects takes no longer than one of ten. Imports grid, memo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -320,9 +320,8 @@ def arrange_on_cluster(work: Work, scheduler: Any, limit: int | None) -> Arrange
         Reasons ``scheduler`` (not there, or without workers) and ``max_mem``.
     """
     found = _cluster_workers(scheduler)
-    threads = max(w["nthreads"] for w in found)
-    own = [w["memory_limit"] for w in found if w["memory_limit"]]
-    most = limit or (min(own) if own else available() // 2)
+    threads, own = _threads_and_limit(found)
+    most = limit or own or available() // 2
     tried, choices = [], []
     for gathered in work.units(sum(w["nthreads"] for w in found)):
         options = [
@@ -341,6 +340,33 @@ def arrange_on_cluster(work: Work, scheduler: Any, limit: int | None) -> Arrange
             f"{format_size(least)}; allow more, or start workers with fewer threads",
         )
     return _quickest(work, choices, len(found))
+
+
+def move_to_cluster(arrangement: Arrangement, held: int, client: Any) -> Arrangement:
+    """The same units on a cluster, for a plan that was made without it; `held` are the bytes of parameters in memory.
+
+    Raises
+    ------
+    SpecError
+        Reason ``max_mem`` where a worker, with the threads it has, has no memory for such units.
+    """
+    threads, own = _threads_and_limit(_cluster_workers(client))
+    limit = min(own or arrangement.limit, arrangement.limit)
+    memory = Memory(CLUSTER_WORKER_BYTES + held, 0, arrangement.memory.task, threads)
+    if memory.total > limit:
+        raise SpecError(
+            "max_mem",
+            f"the plan's units need {format_size(memory.total)} on a worker of this cluster with {threads} threads, "
+            f"which may use {format_size(limit)}; plan with scheduler=client, so that the units suit the cluster, or "
+            "start workers with more memory or fewer threads",
+        )
+    return replace(arrangement, kind="cluster", memory=memory, limit=limit)
+
+
+def _threads_and_limit(found: list[dict[str, Any]]) -> tuple[int, int]:
+    """The most threads of a worker, and the least memory that one may use; 0 where none has a limit."""
+    own = [w["memory_limit"] for w in found if w["memory_limit"]]
+    return max(w["nthreads"] for w in found), min(own, default=0)
 
 
 def _cluster_workers(scheduler: Any) -> list[dict[str, Any]]:
