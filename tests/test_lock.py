@@ -1,5 +1,7 @@
 """One writer of a target: real processes, killed and alive, on every kind of store."""
 
+import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -14,7 +16,7 @@ from dataclasses import asdict, replace
 import pytest
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
-from zarr.storage import FsspecStore, LocalStore, LoggingStore, MemoryStore, ObjectStore
+from zarr.storage import FsspecStore, LocalStore, LoggingStore, MemoryStore, ObjectStore, WrapperStore
 
 from chunkq import lock as lock_module
 from chunkq.errors import RunError
@@ -150,6 +152,41 @@ def test_only_one_of_many_threads_gets_it(store):
         thread.join()
     assert sorted(outcomes) == ["held"] + ["refused"] * 7
     assert content(store) is None
+
+
+class Gap(WrapperStore):
+    """Asks first and writes then, as zarr does where a store has no such step of its own; each waits longer in between."""
+
+    def __init__(self, store):
+        super().__init__(store)
+        self.waiting = itertools.count(1)
+
+    async def set_if_not_exists(self, key, value):
+        if not await self.exists(key):
+            await asyncio.sleep(0.2 * next(self.waiting))
+            await self.set(key, value)
+
+
+def test_only_one_gets_it_where_two_find_the_place_empty():
+    store, done = Gap(MemoryStore()), threading.Event()
+
+    def run():
+        try:
+            with Lock(store, "a", "a"):
+                outcomes.append("held")
+                done.wait(20)
+        except RunError:
+            outcomes.append("refused")
+
+    outcomes = []
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    until(lambda: len(outcomes) == 2)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["held", "refused"]
 
 
 def test_a_living_process_keeps_it_and_a_killed_one_loses_it(tmp_path, holder):
