@@ -31,7 +31,7 @@ from chunkq.shards import absent_inner_chunks
 from chunkq.spec import QuantSpec
 from chunkq.store import COMPLETE, FINGERPRINT, UNREADABLE, Handle, ZarrArray, object_shape
 from chunkq.stored import remove_strays
-from chunkq.target import Layout, mark_complete, open_root, open_target
+from chunkq.target import Layout, change_attributes, mark_complete, open_root, open_target
 from chunkq.units import Job, Outcome, UnitError, held_params, write_unit
 from chunkq.workers import SCHEDULERS, Arrangement, move_to_cluster
 
@@ -214,11 +214,9 @@ def _begin(run: Run, state: str, node: Any, ours: dict[str, Any]) -> ZarrArray:
         run.begin(state, {FINGERPRINT: ours})
         return open_target(run.place)
     if state == "finished":
-        open_root(run.place).attrs[COMPLETE] = False  # objects of it are gone
+        change_attributes(open_root(run.place), {COMPLETE: False})  # objects of it are gone
     if UNREADABLE in node.attrs:
-        attributes = open_root(run.place).attrs
-        attributes[FINGERPRINT] = ours
-        del attributes[UNREADABLE]
+        change_attributes(open_root(run.place), {FINGERPRINT: ours}, without=(UNREADABLE,))
     run.begin(state, {FINGERPRINT: ours})
     target = open_target(run.place)
     remove_strays(target)
@@ -347,10 +345,10 @@ def _note_unreadable(run: Run, failure: UnitsFailed, listings: dict[str, Listing
     now = list_objects(run.source, leave_out=frozenset(failure.keys), retries=run.retries)
     if now.digest != listings["source"].digest:
         return
-    attributes = open_root(run.place).attrs
-    record: Any = attributes[FINGERPRINT]
+    node = open_root(run.place)
+    record: Any = node.attrs[FINGERPRINT]
     record = record | {"source": record["source"] | {"objects": now.rest}}
-    attributes.update({FINGERPRINT: record, UNREADABLE: sorted(failure.keys)})
+    change_attributes(node, {FINGERPRINT: record, UNREADABLE: sorted(failure.keys)})
 
 
 def _refuse_rewritten(run: Run, listings: dict[str, Listing]) -> None:

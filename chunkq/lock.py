@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import cache
@@ -25,6 +25,7 @@ from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore
 
 from chunkq.errors import ChunkqError, RunError, SpecError
 from chunkq.places import first_line
+from chunkq.retry import RETRIES, with_retries
 
 #: Name of the lock, below the target's path.
 LOCK = "chunkq.lock"
@@ -220,14 +221,14 @@ class Lock:
         sure = isinstance(self._store, _ATOMIC)
         for _ in range(ATTEMPTS):
             mine = self._owner = replace(mine, heartbeat=time.time())
-            self._await(self._store.set_if_not_exists(self._key, self._buffer(mine)))
+            self._ask(self._store.set_if_not_exists, self._key, self._buffer(mine))
             content = self._read()
             there = _decode(content) if content is not None else None
             if there is None or there.token != mine.token:
                 if content is None:
                     continue  # its owner has just ended
                 self._refuse_living(there)
-                self._await(self._store.set(self._key, self._buffer(mine)))
+                self._ask(self._store.set, self._key, self._buffer(mine))
                 sure = False
             if sure:
                 return
@@ -277,9 +278,9 @@ class Lock:
             except FileNotFoundError:
                 return None
         if isinstance(store, ObjectStore):
-            written: Any = self._await(store.store.head_async(self._key))["last_modified"]
+            written: Any = self._ask(store.store.head_async, self._key)["last_modified"]
         elif isinstance(store, FsspecStore):
-            info = self._await(store.fs._info(f"{store.path.rstrip('/')}/{self._key}"))
+            info = self._ask(store.fs._info, f"{store.path.rstrip('/')}/{self._key}")
             names = ("mtime", "LastModified", "last_modified", "updated", "created")
             written = next((info[name] for name in names if info.get(name) is not None), None)
         else:
@@ -297,7 +298,7 @@ class Lock:
                 self._lost = self._loss(mine)
                 if self._lost or stop.is_set():
                     return
-                self._await(self._store.set(self._key, self._buffer(replace(mine, heartbeat=time.time()))))
+                self._ask(self._store.set, self._key, self._buffer(replace(mine, heartbeat=time.time())))
                 self._renewed, self._failure = time.monotonic(), ""
             except Exception as error:  # noqa: BLE001 - may pass; `check` speaks when it lasts
                 self._failure = first_line(error)
@@ -318,20 +319,22 @@ class Lock:
         content = self._read()
         there = _decode(content) if content is not None else None
         if there is not None and there.token == mine.token:
-            self._await(self._store.delete(self._key))
+            self._ask(self._store.delete, self._key)
 
     # ---- the store
 
     def _read(self) -> bytes | None:
-        found = self._await(self._store.get(self._key, default_buffer_prototype()))
+        found = self._ask(self._store.get, self._key, default_buffer_prototype())
         return found.to_bytes() if found is not None else None
 
     def _buffer(self, owner: Owner) -> Any:
         return default_buffer_prototype().buffer.from_bytes(owner.encode())
 
     @staticmethod
-    def _await(request: Awaitable[Any]) -> Any:
-        async def asked() -> Any:
-            return await request
+    def _ask(request: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+        """One request, repeated where that may help: a lock that was written and not acknowledged is told by its token."""
 
-        return sync(asked())
+        async def asked() -> Any:
+            return await request(*arguments)
+
+        return with_retries(lambda: sync(asked()), RETRIES)

@@ -147,13 +147,15 @@ def _child(group: Any, name: str) -> Any:
     return open_source(node, name)
 
 
-def _read_input(name: str, entry: Any, group: Any, given: dict[str, Any]) -> Any:
+def _read_input(
+    name: str, entry: Any, group: Any, given: dict[str, Any], storage_options: dict[str, Any] | None = None
+) -> Any:
     if name in given:
-        return _as_recorded(name, entry, given[name])
+        return _as_recorded(name, entry, given[name], group)
     if not isinstance(entry, dict):
         return _number_or_list(entry)
     if "zarr" in entry:
-        return _read_place(name, entry, group)
+        return _read_place(name, entry, group, storage_options)
     if "values" in entry:
         return read_array(entry)
     if isinstance(entry.get("npy"), str):
@@ -161,8 +163,10 @@ def _read_input(name: str, entry: Any, group: Any, given: dict[str, Any]) -> Any
     raise SpecError("metadata", f"{name} is recorded by its digest only; pass the array itself (--{dashed(name)})")
 
 
-def _as_recorded(name: str, entry: Any, value: Any) -> Any:
-    """An array that was passed, if it is the one that the document records by its digest."""
+def _as_recorded(name: str, entry: Any, value: Any, group: Any = None) -> Any:
+    """An array that was passed, if it is the one that the document records by its digest, or by a place it has left."""
+    if isinstance(entry, dict) and "zarr" in entry and group is None and kind(value) == "zarr":
+        return _of_that_kind(name, entry, value)
     if not isinstance(entry, dict) or "sha256" not in entry:
         raise SpecError("argument", f"{name} is recorded with the operator; leave it out (--{dashed(name)})")
     array = parameter(name, value, entry["dtype"])
@@ -172,32 +176,45 @@ def _as_recorded(name: str, entry: Any, value: Any) -> Any:
     return np.asarray(array).reshape(shape)
 
 
-def _read_place(name: str, entry: dict[str, Any], group: Any) -> Any:
+def _read_place(name: str, entry: dict[str, Any], group: Any, storage_options: dict[str, Any] | None = None) -> Any:
     """A zarr array, if it is still what the document says of it."""
+    from chunkq.places import options_for
     from chunkq.store import open_source
 
     if group is None:
-        array = open_source(entry["zarr"], name)
+        place = entry["zarr"]
+        array = open_source(place, name, storage_options=options_for(place, storage_options))
     elif entry["zarr"] == name:
         array = _child(group, name)
     else:
         raise _wrong(f"{name} is {entry['zarr']!r}, not an array of this group")
+    return _of_that_kind(name, entry, array)
+
+
+def _of_that_kind(name: str, entry: dict[str, Any], array: Any) -> Any:
+    """A zarr array that has the recorded type and shape."""
     found = element_of(name, array, None, tuple(ELEMENT_TYPES)), [int(n) for n in array.shape]
     if found != (entry["dtype"], entry["shape"]):
         raise _wrong(f"{name} is {found[0]} {found[1]}, recorded as {entry['dtype']} {entry['shape']}")
     return array
 
 
-def read(document: Any, group: Any = None, given: dict[str, Any] | None = None) -> Operator:
+def read(
+    document: Any,
+    group: Any = None,
+    given: dict[str, Any] | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> Operator:
     """Make an operator of its JSON document, parsed.
 
-    Its zarr arrays are those of `group` where one is given; `given` are arrays that it records by their digest only.
+    Its zarr arrays are those of `group` where one is given; `given` are arrays that it records by their digest only, or
+    that are no longer where it says.
     """
     try:
         cls = OPERATORS[document["operator"]]
         if not isinstance(document["inputs"], dict) or not isinstance(document["attributes"], dict):
             raise _wrong("inputs and attributes are not objects")
-        inputs = {n: _read_input(n, v, group, given or {}) for n, v in document["inputs"].items()}
+        inputs = {n: _read_input(n, v, group, given or {}, storage_options) for n, v in document["inputs"].items()}
         unknown = (given or {}).keys() - inputs.keys()
         if unknown:
             raise SpecError("argument", f"{', '.join(sorted(unknown))}: this {cls.__name__} has no such parameter")
@@ -245,8 +262,10 @@ def from_json(text: str) -> Operator:
 AT_ONCE = 1 << 20
 
 
-def recorded_operator(node: Any, given: dict[str, Any]) -> Operator:
+def recorded_operator(node: Any, given: dict[str, Any], storage_options: dict[str, Any] | None = None) -> Operator:
     """The operator that wrote a target, by the attributes of its array or group.
+
+    `given` see `read`; names of parameters that it records with their values are refused there.
 
     Raises
     ------
@@ -258,7 +277,7 @@ def recorded_operator(node: Any, given: dict[str, Any]) -> Operator:
     if OPERATOR not in node.attrs:
         raise SpecError("target", f"target {node.store_path} was not written by chunkq: it has no attribute {OPERATOR}")
     document = node.attrs[OPERATOR]
-    return read(document, node if hasattr(node, "members") else None, given)
+    return read(document, node if hasattr(node, "members") else None, given, storage_options)
 
 
 def open_quantized(

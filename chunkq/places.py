@@ -1,6 +1,6 @@
 """Where a source or a target is: a zarr store and a path in it, whatever the user named it by; its keys, as bytes.
 
-Imports errors, and of zarr only the stores.
+Imports errors, retry, and of zarr only the stores.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from zarr.core.sync import sync
 from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore, StorePath, WrapperStore, ZipStore
 
 from chunkq.errors import SpecError
+from chunkq.retry import RETRIES, transient, with_retries
 
 Result = TypeVar("Result")
 
@@ -374,7 +375,7 @@ def get(place: Place, name: str) -> bytes | None:
     """The bytes of a key below a place, None where there is none. Makes no folder, as a writable LocalStore would."""
     if place.local is not None and not os.path.isdir(place.local):
         return None
-    found = sync(_get(place.store, place.key(name)))
+    found = with_retries(lambda: sync(_get(place.store, place.key(name))), RETRIES)
     return None if found is None else found.to_bytes()
 
 
@@ -385,14 +386,29 @@ async def _get(store: Store, key: str) -> Any:
 
 def put(place: Place, name: str, data: bytes) -> None:
     """Write a key below a place in one go."""
-    sync(place.store.set(place.key(name), default_buffer_prototype().buffer.from_bytes(data)))
+    buffer = default_buffer_prototype().buffer.from_bytes(data)
+    with_retries(lambda: sync(place.store.set(place.key(name), buffer)), RETRIES)
 
 
 def keys(place: Place) -> Iterator[tuple[str, bool]]:
-    """Keys below a place as they are found, each with whether it is a plain file or object (no link, no device)."""
+    """Keys below a place as they are found, each with whether it is a plain file or object (no link, no device).
+
+    One may come twice, where a listing broke off and was begun again.
+    """
     if place.local is not None:
         yield from _files(place.local)
         return
+    for left in reversed(range(RETRIES + 1)):
+        try:
+            yield from _listed(place)
+        except Exception as error:
+            if not left or not transient(error):
+                raise
+        else:
+            return
+
+
+def _listed(place: Place) -> Iterator[tuple[str, bool]]:
     forget_listings(place.store)
     prefix = f"{place.path}/" if place.path else ""
     found = place.store.list_prefix(prefix)
@@ -442,7 +458,8 @@ def remove(place: Place, names: Iterable[str]) -> None:
             _unlink(place.local, name)
         return
     while batch := list(islice(names, _CONCURRENT)):
-        sync(_all(place.store.delete(place.key(name)) for name in batch))
+        # what is gone already is no error
+        with_retries(lambda: sync(_all(place.store.delete(place.key(name)) for name in batch)), RETRIES)
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -13,6 +13,9 @@ Result = TypeVar("Result")
 #: Seconds before the first repetition; doubled each time, up to the second number.
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 
+#: Repetitions of the few requests that no option is for: documents, locks, deletions.
+RETRIES = 3
+
 #: What of OSError may pass by itself. An error without a number is a remote store's.
 _PASSING = {
     None,

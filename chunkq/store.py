@@ -16,6 +16,7 @@ from chunkq.dtypes import from_holder
 from chunkq.errors import SpecError
 from chunkq.places import Place, get, outward_link, place_of, shown_as
 from chunkq.places import first_line as first_line
+from chunkq.retry import RETRIES, with_retries
 from chunkq.spec import Region, Shape
 
 #: Attributes of what chunkq writes: the operator it was made with, whether every object was written, which job it is of,
@@ -132,7 +133,7 @@ def open_node(opener: Any, source: Any, argument: str = "source", storage_option
     try:
         # one request first: of the several that zarr has in flight when the first fails, the others leave noise
         version = 2 if get(place, "zarr.json") is None else 3
-        return opener(place.store_path, mode="r", zarr_format=version)
+        return with_retries(lambda: opener(place.store_path, mode="r", zarr_format=version), RETRIES)
     except Exception as error:  # zarr has an error class for each way to fail, and damaged metadata adds more
         raise SpecError("source", f"{unreadable}: {_what_failed(place, error)}") from error
 

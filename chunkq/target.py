@@ -11,6 +11,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -31,6 +32,7 @@ from chunkq.dtypes import DTYPE_ATTRIBUTE, ELEMENT_TYPES, fill_value, to_holder
 from chunkq.errors import SpecError
 from chunkq.lock import LOCK
 from chunkq.places import Place, get, keys, put, remove
+from chunkq.retry import RETRIES, with_retries
 from chunkq.spec import ParamSpec, Shape
 from chunkq.store import (
     COMPLETE,
@@ -213,15 +215,26 @@ def begin_quantized(
 
 def open_root(place: Place) -> ZarrArray | zarr.Group:
     """The target itself, array or group, to be marked."""
-    return zarr.open(place.store_path, mode="r+", zarr_format=3)
+    return with_retries(lambda: zarr.open(place.store_path, mode="r+", zarr_format=3), RETRIES)
 
 
 def open_target(place: Place) -> ZarrArray:
     """The array of a target that is to be filled, a group's `data`; all-fill objects are written too."""
     node = open_root(place)
     if isinstance(node, zarr.Group):
-        return writable(zarr.open_array(place.below(DATA).store_path, mode="r+", zarr_format=3))
+        return _open_child(place, DATA)
     return writable(node)
+
+
+def _open_child(place: Place, name: str) -> ZarrArray:
+    at = place.below(name).store_path
+    return writable(with_retries(lambda: zarr.open_array(at, mode="r+", zarr_format=3), RETRIES))
+
+
+def change_attributes(node: ZarrArray | zarr.Group, changes: dict[str, Any], without: tuple[str, ...] = ()) -> None:
+    """Set some attributes of a target and take others away, in one write."""
+    attributes = {name: value for name, value in node.attrs.items() if name not in without} | changes
+    with_retries(lambda: node.attrs.put(attributes), RETRIES)
 
 
 def write_quantized(
@@ -248,8 +261,7 @@ def _write_param(place: Place, param: ParamSpec, value: Any) -> None:
     shape = tuple(int(n) for n in value.shape)
     layout = Layout(shape, param.dtype, _param_chunks(shape), None, COMPRESSORS["auto"], {})
     write_metadata(place, param.name, layout.document())
-    array = writable(zarr.open_array(place.below(param.name).store_path, mode="r+", zarr_format=3))
-    _fill(array, param, value)
+    _fill(_open_child(place, param.name), param, value)
 
 
 def _param_chunks(shape: Shape) -> Shape:
@@ -263,8 +275,9 @@ def _param_chunks(shape: Shape) -> Shape:
 def _fill(array: ZarrArray, param: ParamSpec, value: Any) -> None:
     read = (lambda region: value[region]) if isinstance(value, np.ndarray) else Handle(value, param.dtype).read
     for region in grid.regions(tuple(int(n) for n in array.shape), tuple(int(n) for n in array.chunks)):
-        plain = to_holder(np.asarray(read(region)))
-        array[region] = plain.astype(plain.dtype.newbyteorder("="), copy=False)
+        plain = to_holder(np.asarray(with_retries(partial(read, region), RETRIES)))
+        native = plain.astype(plain.dtype.newbyteorder("="), copy=False)
+        with_retries(partial(array.__setitem__, region, native), RETRIES)
 
 
 def create_source(path: str, shape: Shape, chunks: Shape, dtype: str, names: tuple[str, ...]) -> ZarrArray:
@@ -293,8 +306,9 @@ def mark_complete(node: ZarrArray | zarr.Group, consolidate: bool = False) -> No
             # that zarr v3 has not adopted it yet is for who asked for it to know
             warnings.simplefilter("ignore", ZarrUserWarning)
             # a group that was opened before would write its document without
-            node = zarr.consolidate_metadata(node.store_path.store, path=node.store_path.path, zarr_format=3)
-    node.attrs[COMPLETE] = True
+            at = node.store_path
+            node = with_retries(lambda: zarr.consolidate_metadata(at.store, path=at.path, zarr_format=3), RETRIES)
+    change_attributes(node, {COMPLETE: True})
 
 
 def operator_attributes(operator: dict[str, Any]) -> dict[str, Any]:
