@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import zarr
 
 from chunkq.cluster import active_client
 from chunkq.dtypes import ELEMENT_TYPES
@@ -20,9 +21,9 @@ from chunkq.errors import SpecError
 from chunkq.execute import Counter
 from chunkq.job import compute_units
 from chunkq.journal import Progressed
-from chunkq.listing import missing_keys
+from chunkq.listing import list_objects, missing_keys
 from chunkq.memory import parse_size
-from chunkq.metadata import recorded_operator
+from chunkq.metadata import WRITTEN_OUT, open_quantized, recorded_operator
 from chunkq.operands import element_of
 from chunkq.places import options_for
 from chunkq.planning import arranged, bind_zarr, check_options
@@ -45,9 +46,11 @@ class Verification:
     Attributes
     ----------
     units, checked : int
-        Units of the target, and those that were computed and compared.
+        Units of the target, and those that were looked at: computed and compared, if that was possible.
+    lacking : int
+        Units that lack objects; they cannot be compared.
     missing_objects : int
-        Stored objects that the target lacks.
+        Stored objects that the target lacks, parameters of a group included.
     missing_keys : tuple of str
         Some of them.
     complete : bool
@@ -60,6 +63,7 @@ class Verification:
 
     units: int
     checked: int
+    lacking: int
     missing_objects: int
     missing_keys: tuple[str, ...]
     complete: bool
@@ -73,21 +77,27 @@ class Verification:
         return self.complete and not (self.missing_objects or self.differing or self.failed)
 
     def __str__(self) -> str:
-        lines = [f"{self.checked} of {self.units} units compared in {self.seconds:.1f} s: {self._found()}"]
+        compared = self.checked - len(self.failed)
+        lines = [f"{compared} of {self.units} units compared in {self.seconds:.1f} s: {self._found(compared)}"]
         if not self.complete:
             lines.append("the target is unfinished; run its job again to continue")
         if self.missing_objects:
-            lines.append(f"{self.missing_objects} objects are missing, among them {', '.join(self.missing_keys)}")
+            lines.append(
+                f"{self.missing_objects} objects are missing, among them {', '.join(self.missing_keys)}; {self.lacking} "
+                "units lack some and were not compared"
+            )
         for title, outcomes in (("differs", self.differing), ("cannot be checked", self.failed)):
             lines += [f"{outcome.region} {title}: {_what(outcome)}" for outcome in outcomes[:NAMED]]
             if len(outcomes) > NAMED:
                 lines.append(f"... and {len(outcomes) - NAMED} more regions")
-        return "\\n".join(lines)
+        return "\n".join(lines)
 
-    def _found(self) -> str:
-        if not (self.differing or self.failed):
-            return "every bit is the same"
-        return f"{len(self.differing)} differ, {len(self.failed)} cannot be checked"
+    def _found(self, compared: int) -> str:
+        if not compared and self.units:
+            return "nothing is known of its values"
+        if self.differing:
+            return f"{len(self.differing)} differ"
+        return "every bit is the same" if compared == self.units else "in these every bit is the same"
 
     def to_json(self) -> str:
         """Give all that was found as one JSON document."""
@@ -118,10 +128,10 @@ def verify(
     Parameters
     ----------
     source, target : str, path, URL, zarr store, zarr.Array or zarr.Group
-        What was read, and what was written.
+        What was read (an array, or a group of QuantizeLinear), and what was written.
     params : dict, optional
-        Parameters by name, for a target that records them by their digest only, as it does NumPy arrays of more than 1024
-        elements that came from no file; the digest is compared.
+        Parameters by name: those that the target records by their digest only, as it does NumPy arrays of more than 1024
+        elements that came from no file (the digest is compared), and zarr arrays that are no longer where they were.
     sample : float, optional
         Share of the units to compute, above 0 and up to 1, chosen by `seed`; all by default. Whether objects exist is
         looked up for all.
@@ -146,9 +156,9 @@ def verify(
     """
     began = time.perf_counter()
     share = _share(sample)
-    array = open_source(source, storage_options=options_for(source, storage_options))
+    array, brought = _open_source(source, storage_options)
     node, written = open_written(target, options_for(target, storage_options))
-    op = recorded_operator(node, params or {})
+    op = recorded_operator(node, brought | (params or {}), storage_options)
     check_options(op, "fill", workers, retries)
     spec, values = bind_zarr(op, array)
     _refuse_strangers(spec, written)
@@ -166,18 +176,47 @@ def verify(
         arrangement.unit_shape,
         retries=retries,
     )
+    missing, lost = _missing_objects(node, written, progressed, values, retries)
     counter = Counter(None if progress is None else partial(_tell, progress, len(chosen)))
     compute_units(job, check_unit, chosen, arrangement, scheduler, counter)
     return Verification(
         units=arrangement.units,
         checked=len(chosen),
-        missing_objects=progressed.listing.missing,
-        missing_keys=tuple(missing_keys(written, progressed.listing)),
+        lacking=len(progressed.todo()),
+        missing_objects=missing,
+        missing_keys=lost,
         complete=node.attrs.get(COMPLETE) is True,
         differing=_those(counter, "differs"),
         failed=_those(counter, "failed"),
         seconds=time.perf_counter() - began,
     )
+
+
+def _open_source(source: Any, storage_options: dict[str, Any] | None) -> tuple[ZarrArray, dict[str, Any]]:
+    """The tensor; where it is a quantized group's, also what the group brings that a target records by its digest."""
+    options = options_for(source, storage_options)
+    opened = None if isinstance(source, zarr.Array) else open_quantized(source, storage_options=options)
+    if opened is None:
+        return open_source(source, storage_options=options), {}
+    array, op = opened
+    found = {"scale": op.scale, "zero_point": op.zero_point}
+    large = {n: v for n, v in found.items() if isinstance(v, np.ndarray) and v.size > WRITTEN_OUT}
+    return open_source(array), large
+
+
+def _missing_objects(
+    node: Any, written: ZarrArray, progressed: Progressed, values: tuple[Any, ...], retries: int
+) -> tuple[int, tuple[str, ...]]:
+    """How many objects a target lacks, and some of them; a group's parameters are of the target too."""
+    missing = progressed.listing.missing
+    keys = missing_keys(written, progressed.listing, retries=retries)
+    if isinstance(node, zarr.Group):
+        for value in values:
+            if isinstance(value, zarr.Array):
+                listing = list_objects(value, argument="target", retries=retries)
+                missing += listing.missing
+                keys += [f"{value.basename}/{key}" for key in missing_keys(value, listing, retries=retries)]
+    return missing, tuple(keys)
 
 
 def _tell(progress: Progress, units: int, done: int) -> None:

@@ -23,7 +23,7 @@ from chunkq.objects import delete_objects, existing, object_keys
 from chunkq.retry import with_retries
 from chunkq.run import Array, run_chunk
 from chunkq.spec import QuantSpec, Region, Shape
-from chunkq.store import Handle, location
+from chunkq.store import Handle, first_line, location
 from chunkq.target import writable
 
 READING, WRITING = "reading the source", "writing the target"
@@ -250,7 +250,7 @@ def _failures(job: Job, index: int, region: Region) -> Iterator[list[Outcome]]:
     except StepError as failure:
         cause = failure.__cause__
         name = "" if isinstance(cause, ChunkqError) else f"{type(cause).__name__}: "
-        what = f"{name}{cause}".splitlines()[0]
+        what = f"{name}{first_line(cause)}" if cause else failure.step
         message = f"{failure.step}{_where(job, failure.step)} failed: {what}"
         outcome = Outcome(index, describe_region(region), "failed", message, _bad_keys(job, failure.step, region))
         if failure.step not in _DATA_STEPS or job.fail_fast:
@@ -261,6 +261,8 @@ def _failures(job: Job, index: int, region: Region) -> Iterator[list[Outcome]]:
 def _where(job: Job, step: str) -> str:
     if step == READING:
         return f" {location(job.source.array)}"
+    if step == READING_PARAMETERS:
+        return "".join(f" {location(value.array)}" for value in job.params if isinstance(value, Handle))
     return f" {location(_target(job))}" if step in (WRITING, READING_TARGET) else ""
 
 
