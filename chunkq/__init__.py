@@ -2,11 +2,13 @@
 
 `dequantize_linear`, `quantize_linear` (ONNX) and `fake_quantize` (OpenVINO FakeQuantize-1) take NumPy, Dask and zarr
 arrays and give the same bits for all three; `quantize_dequantize` does two in one pass; `plan` runs an operator from one
-zarr array to another within a memory limit; `pack` and `unpack` know ONNX's packed bytes.
+zarr array to another within a memory limit, `verify` checks what it wrote, `stream` yields results instead; `pack` and
+`unpack` know ONNX's packed bytes.
 
-The map of the package: errors <- dtypes, memory <- spec, grid, packing, kernels <- threads, store <- run <- operands <-
-graph, execute, ops <- linear <- metadata <- workers <- job <- demo <- cli; CONTRIBUTING.md says which rule lives where.
-dask and zarr are imported when they are first used.
+The map of the package, each part importing the ones before: errors, dtypes <- spec, grid, kernels <- run <- ops, linear
+(operators) <- graph (Dask); places, store <- listing, target, lock <- units <- execute, cluster <- workers, journal <- job
+<- planning <- checking, streaming <- cli. CONTRIBUTING.md says which rule lives where. dask and zarr are imported when
+they are first used.
 """
 
 from typing import TYPE_CHECKING, Any

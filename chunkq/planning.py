@@ -114,8 +114,8 @@ def plan(
     >>> x[:] = np.arange(1, 25).reshape(4, 6)
     >>> op = chunkq.DequantizeLinear([1.0, 10.0, 100.0, 1000.0], axis=0)
     >>> report = chunkq.plan(op, f"{folder}/x.zarr", f"{folder}/y.zarr").run()
-    >>> report.units, float(zarr.open_array(f"{folder}/y.zarr")[3, 5])
-    (1, 24000.0)
+    >>> report.bytes_written, float(zarr.open_array(f"{folder}/y.zarr")[3, 5])
+    (96, 24000.0)
     """
     check_options(op, missing, workers, retries)
     limit = None if max_mem is None else parse_size(max_mem)

@@ -69,7 +69,7 @@ def stream(
     --------
     >>> import numpy as np, zarr, chunkq
     >>> x = zarr.create_array(zarr.storage.MemoryStore(), data=np.int8([[1, 2], [3, 4]]), chunks=(1, 2))
-    >>> for region, y in chunkq.stream(chunkq.DequantizeLinear([0.5, 2.0], axis=0), x):
+    >>> for region, y in chunkq.stream(chunkq.DequantizeLinear([0.5, 2.0], axis=0), x, workers=1):
     ...     print(region, y)
     (slice(0, 2, None), slice(0, 2, None)) [[0.5 1. ]
      [6.  8. ]]
