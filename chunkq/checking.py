@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import zarr
 
 from chunkq.cluster import active_client
 from chunkq.dtypes import ELEMENT_TYPES
@@ -24,7 +23,7 @@ from chunkq.journal import Progressed
 from chunkq.listing import list_objects, missing_keys
 from chunkq.memory import parse_size
 from chunkq.metadata import WRITTEN_OUT, open_quantized, recorded_operator
-from chunkq.operands import element_of
+from chunkq.operands import element_of, kind
 from chunkq.places import options_for
 from chunkq.planning import arranged, bind_zarr, check_options
 from chunkq.report import Progress
@@ -195,7 +194,7 @@ def verify(
 def _open_source(source: Any, storage_options: dict[str, Any] | None) -> tuple[ZarrArray, dict[str, Any]]:
     """The tensor; where it is a quantized group's, also what the group brings that a target records by its digest."""
     options = options_for(source, storage_options)
-    opened = None if isinstance(source, zarr.Array) else open_quantized(source, storage_options=options)
+    opened = None if kind(source) == "zarr" else open_quantized(source, storage_options=options)
     if opened is None:
         return open_source(source, storage_options=options), {}
     array, op = opened
@@ -210,9 +209,9 @@ def _missing_objects(
     """How many objects a target lacks, and some of them; a group's parameters are of the target too."""
     missing = progressed.listing.missing
     keys = missing_keys(written, progressed.listing, retries=retries)
-    if isinstance(node, zarr.Group):
+    if hasattr(node, "members"):
         for value in values:
-            if isinstance(value, zarr.Array):
+            if kind(value) == "zarr":
                 listing = list_objects(value, argument="target", retries=retries)
                 missing += listing.missing
                 keys += [f"{value.basename}/{key}" for key in missing_keys(value, listing, retries=retries)]
