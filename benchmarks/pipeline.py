@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -25,6 +26,7 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 
 import chunkq
 from benchmarks.frame import SUBJECT, Array, Case, Contender, Maker, WrongAnswer
+from chunkq import units, workers
 from chunkq.memory import peak_of_tree, reset_peak
 from chunkq.threads import DEFAULT_THREADS
 
@@ -34,7 +36,9 @@ QUICK_ELEMENTS = 1 << 24
 LEGEND = """\
 - DequantizeLinear uint8 to float32, a scale and zero point for each index of axis 0; 8 x 8 chunks, the target's like the
   source's; every chunk ends in a crc32c checksum. GB/s are bytes read and written, before compression.
-- Times include making the target, and for processes their start. dask.array: aligned blocks of one chunk, threads.
+- chunkq: what `scheduler="auto"` chooses, one stored object a unit, zarr working on one object at a time; the rows below it
+  change one of these each. Times include listing the source twice, the lock, making the target, and for processes their start.
+- dask.array: aligned blocks of one chunk, threads. Neither it nor the loop checks, locks or lists anything.
 - The peak is resident memory of the process tree, what the benchmark itself imports included."""
 
 CODECS = {"none": (Crc32cCodec(),), "zstd": (ZstdCodec(), Crc32cCodec())}
@@ -139,9 +143,17 @@ def pipeline_case(name: str, elements: int, codec: str) -> Case:
     def contender(run: Callable[[Work], Outcome]) -> Contender:
         return Contender(partial(run, work), work.check, work.clear, facts)
 
+    objects = 4 * work.chunk**2
     contenders = {
-        SUBJECT: contender(partial(run_chunkq, "threads")),
+        SUBJECT: contender(partial(run_chunkq, "auto")),
+        "chunkq, threads": contender(partial(run_chunkq, "threads")),
         "chunkq, processes": contender(partial(run_chunkq, "processes")),
+        "chunkq, one worker": contender(partial(run_chunkq, "sync")),
+        "chunkq, threads, zarr's concurrency": contender(partial(run_chunkq, "threads", concurrent=True)),
+        "chunkq, one worker, 8 objects a unit, zarr's concurrency": contender(
+            partial(run_chunkq, "sync", unit_bytes=8 * objects, concurrent=True)
+        ),
+        "chunkq, threads, 4 objects a unit": contender(partial(run_chunkq, "threads", unit_bytes=4 * objects)),
         "dask.array": contender(run_dask),
         "NumPy loop": contender(run_numpy),
     }
@@ -157,10 +169,24 @@ def facts(outcome: Outcome) -> dict[str, Any]:
 # ---- the contenders
 
 
-def run_chunkq(scheduler: str, work: Work) -> Outcome:
+def run_chunkq(scheduler: str, work: Work, unit_bytes: int | None = None, concurrent: bool = False) -> Outcome:
+    """As it is; or, to see what that is worth, with other units, or with zarr working on several objects at once."""
     op = chunkq.DequantizeLinear(work.scale, work.zero_point, axis=0)
-    plan = chunkq.plan(op, work.source, work.target, compressors=work.codec, scheduler=scheduler)
-    return Outcome(work.target, plan.run().peak_memory)
+    with replaced(workers, "UNIT_BYTES", unit_bytes or workers.UNIT_BYTES):
+        plan = chunkq.plan(op, work.source, work.target, compressors=work.codec, scheduler=scheduler)
+    with replaced(units, "_ZARR_CONFIG", {} if concurrent else units._ZARR_CONFIG):
+        return Outcome(work.target, plan.run().peak_memory)
+
+
+@contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Give a constant of a module another value for a while."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def run_dask(work: Work) -> Outcome:
