@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks kernels`` or ``python -m benchmarks pipeline``.
+"""The command line: ``python -m benchmarks kernels``, ``pipeline`` or ``scale``.
 
 Exit code 0: all that was timed answered right; 1: a contender answered wrong (its row says how); 2: a wrong request.
 """
@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
+from typing import TypeVar
 
-from benchmarks import frame, kernels, pipeline
+from benchmarks import frame, kernels, pipeline, scale
+
+Case = TypeVar("Case")
 
 EPILOG = """\
 examples:
@@ -18,6 +22,7 @@ examples:
   python -m benchmarks kernels --rows last,small      the cases with one of these words in their name
   python -m benchmarks kernels --list                 the cases
   python -m benchmarks pipeline --json pipeline.json  256 MiB to 1 GiB, without a codec and with zstd: several minutes
+  python -m benchmarks scale                          planning, no-op units, listing, by the number of objects
 
 The table goes to stdout, progress to stderr. Every answer is checked before it is timed. Peers come with
 pip install 'chunkq[bench]', torch on its own; one that is missing has a row that says so.
@@ -27,16 +32,16 @@ pip install 'chunkq[bench]', torch on its own; one that is missing has a row tha
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Time chunkq against its peers: kernels in memory, or a pipeline from zarr to zarr.",
+        description="Time chunkq against its peers: kernels in memory, a pipeline from zarr to zarr; what many units cost.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("suite", choices=("kernels", "pipeline"))
-    top.add_argument("--quick", action="store_true", help="fewer elements (16 M) and 3 rounds instead of 7")
+    top.add_argument("suite", choices=("kernels", "pipeline", "scale"))
+    top.add_argument("--quick", action="store_true", help="fewer elements (16 M; scale: 10 k units) and rounds")
     top.add_argument(
         "--json", type=Path, metavar="FILE", help="write the rows, machine, versions and commit there as well"
     )
-    top.add_argument("--elements", type=positive, metavar="N", help="elements of the tensor")
+    top.add_argument("--elements", type=positive, metavar="N", help="elements of the tensor; scale: units")
     top.add_argument("--rounds", type=positive, metavar="N", help="rounds; every contender runs once in each")
     top.add_argument("--rows", metavar="NAME,...", help="only cases with one of these words in their name")
     top.add_argument("--list", action="store_true", help="print the names of the cases and stop")
@@ -50,7 +55,7 @@ def positive(text: str) -> int:
     return value
 
 
-def chosen(cases: dict[str, frame.Maker], rows: str | None) -> dict[str, frame.Maker]:
+def chosen(cases: dict[str, Case], rows: str | None) -> dict[str, Case]:
     """The cases with one of the words in their name; none is an error, so that a typing mistake is not an empty table."""
     if rows is None:
         return cases
@@ -67,6 +72,8 @@ class RequestError(Exception):
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
+    if options.suite == "scale":
+        return main_of_scale(options)
     module = kernels if options.suite == "kernels" else pipeline
     elements = options.elements or (module.QUICK_ELEMENTS if options.quick else module.ELEMENTS)
     rounds = options.rounds or (frame.QUICK_ROUNDS if options.quick else frame.ROUNDS)
@@ -84,6 +91,30 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps(about | {"rows": [row.to_dict() for row in rows]}, indent=1) + "\n")
     return int(any(row.status == "wrong" for row in rows))
+
+
+def main_of_scale(options: argparse.Namespace) -> int:
+    """Its rows are no contenders of each other: they have a table of their own."""
+    elements = options.elements or (scale.QUICK_ELEMENTS if options.quick else scale.ELEMENTS)
+    rounds = options.rounds or (1 if options.quick else scale.ROUNDS)
+    cases = chosen(scale.cases(elements), options.rows)
+    if options.list:
+        print("\n".join(cases))
+        return 0
+    about = frame.environment() | {"suite": "scale", "elements": elements, "rounds": rounds, "load": os.getloadavg()[0]}
+    rows: list[scale.Row] = []
+    for name, make in cases.items():
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        try:
+            rows += make(rounds)
+        except frame.WrongAnswer as error:
+            print(f"{name}: WRONG ANSWER, not timed: {error}", file=sys.stderr)
+            return 1
+    about["load_after"] = os.getloadavg()[0]
+    print(scale.markdown(rows, about))
+    if options.json:
+        options.json.write_text(json.dumps(about | {"rows": [row.to_dict() for row in rows]}, indent=1) + "\n")
+    return 0
 
 
 # Guarded: the pipeline's worker processes import this module anew.

@@ -163,9 +163,10 @@ class _Window:
         """Send out as many tasks as there is room for; false when nothing is left to wait for."""
         if time.monotonic() - self._looked > LOOK:
             self._look()
-        while not self.alone and len(self.out) < self.room and (units := self.units.take()):
+        # where every unit takes its worker down, the first suspect shows it
+        while not self.suspects and not self.alone and len(self.out) < self.room and (units := self.units.take()):
             self._send(units)
-        if not self.out and self.suspects:
+        if self.suspects and not self.out:
             self.alone = True
             self._send((self.suspects.pop(),))
         return bool(self.out)

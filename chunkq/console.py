@@ -6,6 +6,7 @@ Imports errors.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -17,6 +18,9 @@ import click
 from chunkq.errors import ChunkqError, SpecError
 
 INTERRUPTED, TERMINATED = 130, 143
+
+#: Loggers that distributed gives a level of their own.
+DISTRIBUTED_LOGGERS = ("distributed", "distributed.client")
 
 Result = TypeVar("Result")
 
@@ -56,6 +60,8 @@ def prepare_console() -> None:
     signal.signal(signal.SIGTERM, terminate)
     # zarr reports the first failed read of several; asyncio would print the others as tracebacks at exit
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    # a client that loses its scheduler logs tracebacks; distributed sets levels when it is imported, from here
+    os.environ.setdefault("DASK_LOGGING", repr(dict.fromkeys(DISTRIBUTED_LOGGERS, "critical")))
 
 
 def _bar(wanted: bool) -> AbstractContextManager[Any]:

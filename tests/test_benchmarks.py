@@ -48,6 +48,22 @@ def test_a_tiny_run(suite, tmp_path):
     assert str(ROOT) not in done.stdout + json.dumps(result)
 
 
+def test_a_tiny_run_of_scale(tmp_path):
+    done = run("scale", "--quick", "--elements", 400, "--json", tmp_path / "out.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    rows = {row["case"]: row for row in result["rows"]}
+    assert [rows[f"planning {n:,} objects"]["items"] for n in (10**3, 10**7)] == [10**3, 10**7]
+    assert rows["planning 10,000,000 objects"]["peak_memory"] < 200e6
+    for kind in ("sync", "threads", "processes", "cluster"):
+        assert rows[f"no-op units, {kind}"]["items"] == 400
+        assert rows[f"no-op units, {kind}"]["each"] > 0
+    assert rows["no-op units, cluster, one unit a task"]["items"] == 40
+    assert rows["listing"]["items"] == 400
+    assert all(case in done.stdout for case in rows)
+    assert str(ROOT) not in done.stdout + json.dumps(result)
+
+
 def test_a_case_that_is_not_there():
     done = run("kernels", "--rows", "nonsense")
     assert done.returncode == 2
