@@ -23,14 +23,14 @@ from chunkq.journal import Progressed, differences, fingerprint
 from chunkq.listing import Listing, list_objects, refuse_damaged, refuse_missing, undecodable
 from chunkq.lock import Lock
 from chunkq.memory import reset_peak
-from chunkq.objects import delete_objects, object_keys
+from chunkq.objects import delete_objects, existing, object_keys
 from chunkq.places import Place, place_of
 from chunkq.report import Plan, Progress, Report
 from chunkq.run import check_values
 from chunkq.shards import absent_inner_chunks
 from chunkq.spec import QuantSpec
 from chunkq.store import COMPLETE, FINGERPRINT, UNREADABLE, Handle, ZarrArray, object_shape
-from chunkq.stored import remove_strays
+from chunkq.stored import Keys, remove_strays
 from chunkq.target import Layout, change_attributes, mark_complete, open_root, open_target
 from chunkq.units import Job, Outcome, UnitError, held_params, write_unit
 from chunkq.workers import SCHEDULERS, Arrangement, move_to_cluster
@@ -101,12 +101,16 @@ def carry_out(run: Run, plan: Plan, progress: Progress | None, client: Any) -> R
         # once more: nobody else changes it from here on
         state, node = target_state(run.place, run.inputs, comparable, run.overwrite)
         target = _begin(run, state, node, ours)
+        pending = left_out if state == "unfinished" else frozenset[str]()
         try:
             done = _fill(run, target, lock, progress)
         except UnitsFailed as failure:
-            _note_unreadable(run, failure, listings)
+            if failure.keys or pending:
+                _note_unreadable(run, target, failure, listings, pending)
             raise
         _refuse_rewritten(run, listings)
+        if pending:
+            _sign(run, ours, [])
         mark_complete(open_root(run.place), run.consolidates)
     return _report(plan, done, time.perf_counter() - began, listings, missing)
 
@@ -215,11 +219,12 @@ def _begin(run: Run, state: str, node: Any, ours: dict[str, Any]) -> ZarrArray:
         return open_target(run.place)
     if state == "finished":
         change_attributes(open_root(run.place), {COMPLETE: False})  # objects of it are gone
-    if UNREADABLE in node.attrs:
-        change_attributes(open_root(run.place), {FINGERPRINT: ours}, without=(UNREADABLE,))
     run.begin(state, {FINGERPRINT: ours})
     target = open_target(run.place)
     remove_strays(target)
+    for key in _unreadable(node):
+        # it may be another by now; which one was read, nobody has noted
+        delete_objects(target, _made_of(run, target, key))
     return target
 
 
@@ -335,20 +340,35 @@ class UnitsFailed(RunError):
         super().__init__(f"{text}; running the same again does what is left")
 
 
-def _note_unreadable(run: Run, failure: UnitsFailed, listings: dict[str, Listing]) -> None:
-    """Let the source's unreadable objects be replaced: no unit that is done has read them.
+def _note_unreadable(
+    run: Run, target: ZarrArray, failure: UnitsFailed, listings: dict[str, Listing], earlier: frozenset[str]
+) -> None:
+    """Let the source's unreadable objects be replaced: nothing in the target was made of them.
 
-    The fingerprint then leaves them out until a later run has read them.
+    The fingerprint leaves them out until a run has come to its end. Those of earlier runs that this one read are no longer
+    among them.
     """
-    if not failure.keys:
-        return
-    now = list_objects(run.source, leave_out=frozenset(failure.keys), retries=run.retries)
+    unread = {key for key in earlier if (made := _made_of(run, target, key)) and not existing(target, made)}
+    keys = frozenset(failure.keys) | unread
+    now = list_objects(run.source, leave_out=keys, retries=run.retries)
     if now.digest != listings["source"].digest:
         return
-    node = open_root(run.place)
-    record: Any = node.attrs[FINGERPRINT]
-    record = record | {"source": record["source"] | {"objects": now.rest}}
-    change_attributes(node, {FINGERPRINT: record, UNREADABLE: sorted(failure.keys)})
+    record: Any = open_root(run.place).attrs[FINGERPRINT]
+    _sign(run, record | {"source": record["source"] | {"objects": now.rest}}, sorted(keys))
+
+
+def _made_of(run: Run, target: ZarrArray, key: str) -> list[str]:
+    """Keys of the target's objects that depend on an object of the source; none where it is no such object."""
+    index = Keys(run.source).index(key)
+    if index is None:
+        return []
+    return object_keys(target, grid.region(run.spec.shape, object_shape(run.source), index))
+
+
+def _sign(run: Run, record: dict[str, Any], unreadable: list[str]) -> None:
+    """Say which job the target is of, and which of the source's objects that leaves out."""
+    changes = {FINGERPRINT: record} | ({UNREADABLE: unreadable} if unreadable else {})
+    change_attributes(open_root(run.place), changes, without=(UNREADABLE,))
 
 
 def _refuse_rewritten(run: Run, listings: dict[str, Listing]) -> None:
