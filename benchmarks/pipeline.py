@@ -37,7 +37,7 @@ LEGEND = """\
 - DequantizeLinear uint8 to float32, a scale and zero point for each index of axis 0; 8 x 8 chunks, the target's like the
   source's; every chunk ends in a crc32c checksum. GB/s are bytes read and written, before compression.
 - chunkq: what `scheduler="auto"` chooses, one stored object a unit, zarr working on one object at a time; the rows below it
-  change one of these each. Times include listing the source twice, the lock, making the target, and for processes their start.
+  change one of these each. Times include listing the source twice, the lock, making the target, and starting processes.
 - dask.array: aligned blocks of one chunk, threads. Neither it nor the loop checks, locks or lists anything.
 - The peak is resident memory of the process tree, what the benchmark itself imports included."""
 
