@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from chunkq import grid
-from chunkq.admission import check_replaceable, check_target, replacing
+from chunkq.admission import PARTIAL, check_replaceable, check_target, replacing
 from chunkq.cluster import connected, forget_peaks, highest_peak, run_on_cluster
 from chunkq.dtypes import ELEMENT_TYPES, ZERO_ONLY
 from chunkq.errors import RunError, SpecError
@@ -24,7 +24,7 @@ from chunkq.listing import Listing, list_objects, refuse_damaged, refuse_missing
 from chunkq.lock import Lock
 from chunkq.memory import reset_peak
 from chunkq.objects import delete_objects, existing, object_keys
-from chunkq.places import Place, place_of
+from chunkq.places import Place, keys, place_of, remove
 from chunkq.report import Plan, Progress, Report
 from chunkq.run import check_values
 from chunkq.shards import absent_inner_chunks
@@ -214,17 +214,18 @@ def target_state(place: Place, inputs: dict[str, Any], ours: dict[str, Any], ove
 
 def _begin(run: Run, state: str, node: Any, ours: dict[str, Any]) -> ZarrArray:
     """Make the target as this run wants to find it, and open it."""
-    if state in ("new", "other"):
-        run.begin(state, {FINGERPRINT: ours})
-        return open_target(run.place)
     if state == "finished":
         change_attributes(open_root(run.place), {COMPLETE: False})  # objects of it are gone
     run.begin(state, {FINGERPRINT: ours})
     target = open_target(run.place)
     remove_strays(target)
-    for key in _unreadable(node):
-        # it may be another by now; which one was read, nobody has noted
-        delete_objects(target, _made_of(run, target, key))
+    if run.place.local is not None and target.store_path.path != run.place.path:
+        # of a group's own documents and parameters, beside the array
+        remove(run.place, [key for key, _ in keys(run.place) if PARTIAL.search(key)])
+    if state in ("finished", "unfinished"):
+        for key in _unreadable(node):
+            # it may be another by now; which one was read, nobody has noted
+            delete_objects(target, _made_of(run, target, key))
     return target
 
 
