@@ -177,7 +177,7 @@ def refuse_missing(
     else:
         return
     raise RunError(
-        f"{argument} {location(array)} lacks {lacks}. zarr reads them as {array.fill_value!r}; it leaves out chunks that "
+        f"{argument} {location(array)} lacks {lacks}. zarr reads them as {array.fill_value}; it leaves out chunks that "
         "hold nothing else, so they may be meant: then pass missing='fill' (--missing fill)"
     )
 

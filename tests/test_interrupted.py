@@ -381,7 +381,6 @@ def test_interrupted_while_listing(tmp_path, many_objects, number):
         assert not (target / "chunkq.lock").exists()
 
 
-@pytest.mark.xfail(strict=False, reason="Dask's threads go on with what they began when a run is interrupted")
 def test_nothing_is_written_after_an_interrupted_run_has_given_its_lock_back(tmp_path, monkeypatch):
     """Another run may begin from then on."""
     from chunkq import units, workers
