@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -213,6 +213,16 @@ def _compute(
         room = WINDOW
 
 
+@contextmanager
+def _own_threads(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that have ended when the run has, however it ends: Dask's own go on with what they began."""
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="chunkq")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
 def run_locally(job: Job, task: Task, indices: Sequence[int], kind: str, workers: int, counter: Counter) -> None:
     """Run a task for each unit on threads, in worker processes, or ("sync") here and now.
 
@@ -227,5 +237,6 @@ def run_locally(job: Job, task: Task, indices: Sequence[int], kind: str, workers
         elif workers == 1:
             _compute(job, indices, run_batch, (job, task), scheduler="sync")
         else:
-            _compute(job, indices, run_batch, (job, task), scheduler="threads", num_workers=workers)
+            with _own_threads(workers) as pool:
+                _compute(job, indices, run_batch, (job, task), scheduler="threads", pool=pool)
     counter.measure()
