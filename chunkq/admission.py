@@ -15,9 +15,10 @@ from typing import Any
 
 import zarr
 
+from chunkq.contents import get, keys
 from chunkq.errors import SpecError
 from chunkq.lock import LOCK
-from chunkq.places import Place, ancestors, comparable, first_line, get, keys, parent, place_of, relation
+from chunkq.places import Place, ancestors, comparable, first_line, parent, place_of, relation
 from chunkq.store import OPERATOR, REPLACING, ZarrArray, open_node, refuse_odd_chunks
 from chunkq.stored import Keys
 

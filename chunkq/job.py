@@ -16,6 +16,7 @@ import numpy as np
 from chunkq import grid
 from chunkq.admission import PARTIAL, check_replaceable, check_target, replacing
 from chunkq.cluster import connected, forget_peaks, highest_peak, run_on_cluster
+from chunkq.contents import keys, remove
 from chunkq.dtypes import ELEMENT_TYPES, ZERO_ONLY
 from chunkq.errors import RunError, SpecError
 from chunkq.execute import Counter, Task, Watch, run_locally
@@ -24,7 +25,7 @@ from chunkq.listing import Listing, list_objects, refuse_damaged, refuse_missing
 from chunkq.lock import Lock
 from chunkq.memory import reset_peak
 from chunkq.objects import delete_objects, existing, object_keys
-from chunkq.places import Place, keys, place_of, remove
+from chunkq.places import Place, place_of
 from chunkq.report import Plan, Progress, Report
 from chunkq.run import check_values
 from chunkq.shards import absent_inner_chunks
@@ -111,6 +112,7 @@ def carry_out(run: Run, plan: Plan, progress: Progress | None, client: Any) -> R
         _refuse_rewritten(run, listings)
         if pending:
             _sign(run, ours, [])
+        lock.check(read=True)
         mark_complete(open_root(run.place), run.consolidates)
     return _report(plan, done, time.perf_counter() - began, listings, missing)
 

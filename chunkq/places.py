@@ -1,27 +1,21 @@
-"""Where a source or a target is: a zarr store and a path in it, whatever the user named it by; its keys, as bytes.
+"""Where a source or a target is: a zarr store and a path in it, whatever the user named it by.
 
-Imports errors, retry, and of zarr only the stores.
+Imports errors, and of zarr only the stores. Nothing is asked of a store here; contents.py does.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
-import stat
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from zarr.abc.store import Store
-from zarr.core.buffer import default_buffer_prototype
-from zarr.core.sync import sync
 from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore, StorePath, WrapperStore, ZipStore
 
 from chunkq.errors import SpecError
-from chunkq.retry import RETRIES, transient, with_retries
 
 Result = TypeVar("Result")
 
@@ -40,10 +34,6 @@ _OBSTORES = {
     "LocalStore": "file",
     "MemoryStore": "memory",
 }
-#: Requests in flight at a time.
-_CONCURRENT = 64
-#: Keys asked of a listing at a time.
-_BATCH = 1000
 
 
 @dataclass(frozen=True)
@@ -67,19 +57,19 @@ class Place:
     @property
     def kind(self) -> str:
         """What holds the bytes: "file", "memory", "zip", "s3", "gs", "az", "http", another protocol; "" if unknown."""
-        return _kind(_innermost(self.store))
+        return _kind(innermost(self.store))
 
     @property
     def local(self) -> str | None:
         """The real path on a local file system, None elsewhere."""
         if self.kind != "file":
             return None
-        return os.path.realpath(os.path.join(_root(_innermost(self.store)), self.path))
+        return os.path.realpath(os.path.join(_root(innermost(self.store)), self.path))
 
     @property
     def atomic(self) -> bool:
         """Whether an object that exists is whole, even after a kill."""
-        store = _innermost(self.store)
+        store = innermost(self.store)
         return isinstance(store, (LocalStore, ObjectStore, MemoryStore)) or (
             isinstance(store, FsspecStore) and self.kind in _ATOMIC
         )
@@ -247,7 +237,7 @@ def first_line(error: BaseException) -> str:
 
 def shown_as(store: Store, path: str = "") -> str:
     """What messages call a path in a store; `place_of` takes it where the store is a folder or has a URL."""
-    store = _innermost(store)
+    store = innermost(store)
     kind, root = _kind(store), _root(store)
     if isinstance(store, (FsspecStore, ObjectStore)) and kind:
         full = _joined(root, path)
@@ -260,7 +250,8 @@ def shown_as(store: Store, path: str = "") -> str:
 # ---- what a store is
 
 
-def _innermost(store: Any) -> Any:
+def innermost(store: Any) -> Any:
+    """A store without what is wrapped around it."""
     while isinstance(store, WrapperStore):
         store = store._store
     return store
@@ -321,13 +312,13 @@ def _realm(store: Any) -> Any:
 
 
 def _address(place: Place) -> list[str]:
-    full = place.local or _joined(_root(_innermost(place.store)), place.path)
+    full = place.local or _joined(_root(innermost(place.store)), place.path)
     return [part for part in full.split("/") if part]
 
 
 def comparable(one: Place, other: Place) -> bool:
     """Whether two places are in one and the same: folders of this machine, buckets of one service, one memory store."""
-    stores = _innermost(one.store), _innermost(other.store)
+    stores = innermost(one.store), innermost(other.store)
     servers = {server.rstrip("/") for store in stores if (server := _endpoint(store))}
     return len(servers) < 2 and bool(_realm(stores[0]) == _realm(stores[1]))
 
@@ -344,7 +335,7 @@ def relation(one: Place, other: Place) -> str:
 
 def parent(place: Place) -> Place | None:
     """The place one level up, None at the top or where the store shows nothing above itself."""
-    store = _innermost(place.store)
+    store = innermost(place.store)
     if isinstance(store, ZipStore) and not place.path:
         return None
     shown = place.shown.rstrip("/").rpartition("/")[0]
@@ -366,127 +357,3 @@ def ancestors(place: Place) -> Iterator[Place]:
     while above is not None:
         yield above
         above = parent(above)
-
-
-# ---- keys and their bytes
-
-
-def get(place: Place, name: str) -> bytes | None:
-    """The bytes of a key below a place, None where there is none. Makes no folder, as a writable LocalStore would."""
-    if place.local is not None and not os.path.isdir(place.local):
-        return None
-    found = with_retries(lambda: sync(_get(place.store, place.key(name))), RETRIES)
-    return None if found is None else found.to_bytes()
-
-
-async def _get(store: Store, key: str) -> Any:
-    await store._ensure_open()  # a ZipStore does not by itself
-    return await store.get(key, default_buffer_prototype())
-
-
-def put(place: Place, name: str, data: bytes) -> None:
-    """Write a key below a place in one go."""
-    buffer = default_buffer_prototype().buffer.from_bytes(data)
-    with_retries(lambda: sync(place.store.set(place.key(name), buffer)), RETRIES)
-
-
-def keys(place: Place) -> Iterator[tuple[str, bool]]:
-    """Keys below a place as they are found, each with whether it is a plain file or object (no link, no device).
-
-    One may come twice, where a listing broke off and was begun again.
-    """
-    if place.local is not None:
-        yield from _files(place.local)
-        return
-    for left in reversed(range(RETRIES + 1)):
-        try:
-            yield from _listed(place)
-        except Exception as error:
-            if not left or not transient(error):
-                raise
-        else:
-            return
-
-
-def _listed(place: Place) -> Iterator[tuple[str, bool]]:
-    forget_listings(place.store)
-    prefix = f"{place.path}/" if place.path else ""
-    found = place.store.list_prefix(prefix)
-    while batch := sync(_take(found, _BATCH)):
-        for key in batch:
-            yield key.removeprefix(prefix), True
-
-
-def forget_listings(store: Store) -> None:
-    """Make an fsspec store ask again what exists: other processes write too."""
-    fs = getattr(_innermost(store), "fs", None)
-    if fs is not None:
-        getattr(fs, "sync_fs", fs).invalidate_cache()
-
-
-async def _take(found: AsyncIterator[str], most: int) -> list[str]:
-    batch: list[str] = []
-    async for key in found:
-        batch.append(key)
-        if len(batch) == most:
-            break
-    return batch
-
-
-def _files(folder: str) -> Iterator[tuple[str, bool]]:
-    """Everything below a folder but folders."""
-    folders = [folder]
-    while folders:
-        try:
-            entries = os.scandir(folders.pop())
-        except (FileNotFoundError, NotADirectoryError):  # nothing there, or removed meanwhile
-            continue
-        with entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-                    continue
-                key = os.path.relpath(entry.path, folder).replace(os.sep, "/")
-                yield key, entry.is_file(follow_symlinks=False)
-
-
-def remove(place: Place, names: Iterable[str]) -> None:
-    """Delete keys below a place; one that is not there is no error. Folders that this leaves empty go too."""
-    names = iter(names)
-    if place.local is not None:
-        for name in names:
-            _unlink(place.local, name)
-        return
-    while batch := list(islice(names, _CONCURRENT)):
-        # what is gone already is no error
-        with_retries(lambda: sync(_all(place.store.delete(place.key(name)) for name in batch)), RETRIES)
-
-
-async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    await asyncio.gather(*coroutines)
-
-
-def _unlink(folder: str, name: str) -> None:
-    path = os.path.join(folder, name)
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return
-    while (path := os.path.dirname(path)) != folder and not os.listdir(path):
-        os.rmdir(path)
-
-
-def outward_link(place: Place, name: str) -> str | None:
-    """The first folder on the way to a key that is a link out of the place, None where there is none."""
-    if place.local is None:
-        return None
-    path = place.local
-    for part in name.split("/")[:-1]:
-        path = os.path.join(path, part)
-        try:
-            linked = stat.S_ISLNK(os.lstat(path).st_mode)
-        except FileNotFoundError:
-            return None
-        if linked and os.path.commonpath([os.path.realpath(path), place.local]) != place.local:
-            return os.path.relpath(path, place.local)
-    return None

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import zarr
 
+from chunkq.contents import get, outward_link
 from chunkq.dtypes import from_holder
 from chunkq.errors import SpecError
-from chunkq.places import Place, get, outward_link, place_of, shown_as
+from chunkq.places import Place, place_of, shown_as
 from chunkq.places import first_line as first_line
 from chunkq.retry import RETRIES, with_retries
 from chunkq.spec import Region, Shape

@@ -19,9 +19,10 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 from zarr.storage import FsspecStore, ObjectStore, WrapperStore, ZipStore
 
+from chunkq.contents import forget_listings
 from chunkq.errors import ChunkqError, RunError, SpecError
 from chunkq.grid import counts, unravel
-from chunkq.places import first_line, forget_listings
+from chunkq.places import first_line
 from chunkq.store import ZarrArray, local_path, location, object_shape
 
 #: Objects handled at a time.

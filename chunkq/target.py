@@ -28,10 +28,11 @@ from chunkq.admission import (
     may_be_replaced,
     strange,
 )
+from chunkq.contents import get, keys, put, remove
 from chunkq.dtypes import DTYPE_ATTRIBUTE, ELEMENT_TYPES, fill_value, to_holder
 from chunkq.errors import SpecError
 from chunkq.lock import LOCK
-from chunkq.places import Place, get, keys, put, remove
+from chunkq.places import Place
 from chunkq.retry import RETRIES, with_retries
 from chunkq.spec import ParamSpec, Shape
 from chunkq.store import (

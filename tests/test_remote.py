@@ -181,7 +181,7 @@ def test_killed_and_resumed(s3, flaky, flaky_s3):
 
 
 def _keys(bucket, path):
-    from chunkq.places import keys
+    from chunkq.contents import keys
 
     return keys(place_of(StorePath(bucket.obstore(), path)))
 

@@ -17,7 +17,7 @@ import zarr
 from zarr.core.sync import sync
 from zarr.storage import FsspecStore, LocalStore, LoggingStore, MemoryStore, ObjectStore, StorePath, ZipStore
 
-from chunkq import linear, places
+from chunkq import contents, linear, places
 from chunkq.admission import LOCK, check_replaceable, check_target, replacing
 from chunkq.errors import SpecError
 from chunkq.places import Place, place_of
@@ -58,7 +58,7 @@ def tree(folder):
 
 
 def names(place):
-    return sorted(key for key, _ in places.keys(place))
+    return sorted(key for key, _ in contents.keys(place))
 
 
 def admitted(place, inputs=None):
@@ -157,17 +157,17 @@ def test_a_target_is_created_opened_found_and_marked(target):
 def test_leftovers_count_as_nothing_and_are_removed(target):
     stray = f"c/0/0.{'0' * 32}.partial"
     for key in (LOCK, stray, f"zarr.{'1' * 32}.partial"):
-        places.put(target, key, b"x")
+        contents.put(target, key, b"x")
     assert admitted(target) is None
     create(target, layout())
     assert admitted(target) is not None
-    places.remove(target, [*(key for key, _ in places.keys(target) if key.endswith(".partial")), "c/9/9"])
+    contents.remove(target, [*(key for key, _ in contents.keys(target) if key.endswith(".partial")), "c/9/9"])
     assert names(target) == [LOCK, "zarr.json"]
 
 
 @pytest.mark.parametrize("key", ["notes.txt", "c/0/notes", "c/7/7", "c/0/0.partial", "data/zarr.json"])
 def test_a_stranger_is_refused(target, key):
-    places.put(target, key, b"mine")
+    contents.put(target, key, b"mine")
     refused("target", admitted, target, match=f"holds '{key}'")
     create(target, layout())
     refused("target", admitted, target, match=f"holds '{key}'")
@@ -176,10 +176,10 @@ def test_a_stranger_is_refused(target, key):
 
 def test_replace_leaves_what_a_first_run_leaves(target):
     create(target, layout(shape=(9, 9)))[...] = 1
-    places.put(target, LOCK, b"x")
+    contents.put(target, LOCK, b"x")
     replace(target, layout().document())
     assert names(target) == [LOCK, "zarr.json"]
-    assert places.get(target, "zarr.json") == layout().document()
+    assert contents.get(target, "zarr.json") == layout().document()
     assert not replacing(admitted(target))
 
 
@@ -189,7 +189,7 @@ def test_replace_goes_on_after_a_kill(target, monkeypatch):
     create(target, layout(shape=(9, 9)))[...] = 1
 
     def killed(place, keys):
-        places.remove(place, sorted(keys)[:3])
+        contents.remove(place, sorted(keys)[:3])
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -203,14 +203,14 @@ def test_replace_goes_on_after_a_kill(target, monkeypatch):
     assert "c/4/2" in names(target)
     replace(target, layout().document())
     assert names(target) == ["zarr.json"]
-    assert places.get(target, "zarr.json") == layout().document()
+    assert contents.get(target, "zarr.json") == layout().document()
 
 
 def test_replace_stops_at_what_appeared_meanwhile(target):
     create(target, layout())
-    places.put(target, "notes.txt", b"mine")
+    contents.put(target, "notes.txt", b"mine")
     refused("target", replace, target, layout().document(), match=r"holds 'notes\.txt'")
-    assert places.get(target, "notes.txt") == b"mine"
+    assert contents.get(target, "notes.txt") == b"mine"
 
 
 def quantized(place, element="int8", **changed):
@@ -229,13 +229,13 @@ def test_a_quantized_group(target):
     assert [key for key in names(target) if key.startswith("data/")][:2] == ["data/c/0/0", "data/c/0/1"]
     refused("source", open_quantized_group, target, match="is unfinished")
     mark_complete(open_root(target), consolidate=True)
-    assert list(json.loads(places.get(target, "zarr.json"))["consolidated_metadata"]["metadata"]) == [
+    assert list(json.loads(contents.get(target, "zarr.json"))["consolidated_metadata"]["metadata"]) == [
         "data",
         "scale",
         "zero_point",
     ]
     np.testing.assert_array_equal(open_quantized_group(target)["data"][:], X)
-    places.remove(target, ["data/zarr.json", "scale/zarr.json"])
+    contents.remove(target, ["data/zarr.json", "scale/zarr.json"])
     # the consolidated document of the group has all that zarr needs
     np.testing.assert_array_equal(open_quantized_group(target)["data"][:], X)
 
@@ -250,17 +250,17 @@ def test_the_document_of_the_data_is_written_last(target, monkeypatch):
         if name == "data/zarr.json":
             raise Killed
         written.append(name)
-        places.put(place, name, data)
+        contents.put(place, name, data)
 
     with monkeypatch.context() as patch:
         patch.setattr("chunkq.target.put", put)
         refused("target", quantized, target, match="cannot be written")
     assert written == ["zarr.json", "scale/zarr.json", "zero_point/zarr.json"]
     assert isinstance(admitted(target), zarr.Group)
-    places.remove(target, ["scale/c/0"])
+    contents.remove(target, ["scale/c/0"])
     scale = quantized(target)
     np.testing.assert_array_equal(admitted(target)["scale"][:], scale)
-    places.remove(target, ["scale/c/0"])
+    contents.remove(target, ["scale/c/0"])
     quantized(target)
     assert "scale/c/0" not in names(target), "a group with its data is not written again"
 
@@ -297,7 +297,7 @@ def test_a_target_next_to_a_longer_name(target):
     """A prefix ends at a slash: t.zarr is not above t.zarr2."""
     beside = _beside(target)
     x = create(beside, layout())
-    places.put(beside, "notes.txt", b"mine")
+    contents.put(beside, "notes.txt", b"mine")
     assert admitted(target, {"source": x}) is None
     replace(target, layout().document())
     assert names(beside) == ["notes.txt", "zarr.json"]
@@ -588,7 +588,7 @@ def test_replace_killed_at_any_write(tmp_path):
     """A process that kills itself at its n-th write or removal; the rerun ends as if there had been none."""
     code = """
 import os, signal, sys
-from chunkq import places, target
+from chunkq import contents, places, target
 left = int(sys.argv[2])
 def counted(function):
     def call(*arguments):
@@ -598,7 +598,7 @@ def counted(function):
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*arguments)
     return call
-places._unlink, target.put = counted(places._unlink), counted(target.put)
+contents._unlink, target.put = counted(contents._unlink), counted(target.put)
 place = places.place_of(sys.argv[1], writing=True)
 target.replace(place, open(sys.argv[3], "rb").read())
 """
@@ -645,7 +645,7 @@ def test_groups_of_others_and_damaged_documents(tmp_path):
     refused("target", admitted, place_of(tmp_path / "g2", writing=True), match=r"\.zgroup of a group")
     place = place_of(tmp_path / "y", writing=True)
     for document in (b"", b"{", b"[" * 100_000, b'{"zarr_format": 3}', b"null"):
-        places.put(place, "zarr.json", document)
+        contents.put(place, "zarr.json", document)
         refused("target", admitted, place, match=r"holds 'zarr\.json")
         refused("source", open_source, tmp_path / "y")
 

@@ -17,7 +17,8 @@ ORDER = [
     {"dtypes", "memory", "retry", "transport"},
     {"spec", "grid", "kernels"},
     {"threads", "packing", "layout", "places"},
-    {"run", "lock", "store"},
+    {"run", "lock", "contents"},
+    {"store"},
     {"operands", "objects", "stored"},
     {"shards", "admission"},
     {"listing", "target"},
@@ -72,7 +73,7 @@ def test_few_modules_touch_zarr_and_one_dask_array():
     zarr_users = {name for name, found in users.items() if any(m.split(".")[0] == "zarr" for m in found)}
     # units sets zarr's configuration; the others read, write and list
     assert zarr_users == {
-        "admission", "listing", "lock", "objects", "places", "shards", "store", "stored", "target", "units"
+        "admission", "contents", "listing", "lock", "objects", "places", "shards", "store", "stored", "target", "units"
     }  # fmt: skip
 
 
