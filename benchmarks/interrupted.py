@@ -81,6 +81,11 @@ def finished(command: list[str], folder: Path) -> tuple[dict[str, Any], dict[str
     return {"ended by": "exit code 0", "seconds": round(time.perf_counter() - began, 1)}, json.loads(out)
 
 
+def rounded(value: Any) -> Any:
+    """Three digits are enough of a time or a rate."""
+    return f"{value:.3g}" if isinstance(value, float) else value
+
+
 def report(size: int, max_mem: str, folder: Path) -> str:
     """Do it all and describe it in Markdown."""
     about = environment()
@@ -116,7 +121,7 @@ def report(size: int, max_mem: str, folder: Path) -> str:
         "|---|---|",
     ]
     lines += [
-        f"| {name} | {', '.join(f'{k}: {v}' for k, v in what.items() if v not in ([], ()))} |" for name, what in steps
+        f"| {name} | {', '.join(f'{k}: {rounded(v)}' for k, v in what.items() if v not in ([], ()))} |" for name, what in steps
     ]
     lines += ["", "| machine | |", "|---|---|", *(f"| {k} | {v} |" for k, v in about.items())]
     return "\n".join(lines) + "\n"
