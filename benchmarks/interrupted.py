@@ -121,7 +121,8 @@ def report(size: int, max_mem: str, folder: Path) -> str:
         "|---|---|",
     ]
     lines += [
-        f"| {name} | {', '.join(f'{k}: {rounded(v)}' for k, v in what.items() if v not in ([], ()))} |" for name, what in steps
+        f"| {name} | {', '.join(f'{k}: {rounded(v)}' for k, v in what.items() if v not in ([], ()))} |"
+        for name, what in steps
     ]
     lines += ["", "| machine | |", "|---|---|", *(f"| {k} | {v} |" for k, v in about.items())]
     return "\n".join(lines) + "\n"
