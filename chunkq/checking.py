@@ -26,9 +26,19 @@ from chunkq.metadata import WRITTEN_OUT, open_quantized, recorded_operator
 from chunkq.operands import element_of, kind
 from chunkq.places import options_for
 from chunkq.planning import arranged, bind_zarr, check_options
-from chunkq.report import Progress
+from chunkq.report import Progress, counted
 from chunkq.spec import QuantSpec
-from chunkq.store import COMPLETE, Handle, ZarrArray, location, object_shape, open_source, open_written
+from chunkq.store import (
+    COMPLETE,
+    FINGERPRINT,
+    UNREADABLE,
+    Handle,
+    ZarrArray,
+    location,
+    object_shape,
+    open_source,
+    open_written,
+)
 from chunkq.units import Job, Outcome, check_unit, held_params
 
 #: What a comparison holds besides: what was found, and where it differs, in results.
@@ -56,6 +66,8 @@ class Verification:
         Whether the target says of itself that it is finished.
     differing, failed : tuple of Outcome
         Units that differ, and units that could not be read or computed.
+    source_changed : bool
+        Whether names, sizes or times of the source's objects are others than the run read; the same values may be in them.
     seconds : float
         How long it took.
     """
@@ -68,6 +80,7 @@ class Verification:
     complete: bool
     differing: tuple[Outcome, ...]
     failed: tuple[Outcome, ...]
+    source_changed: bool
     seconds: float
 
     @property
@@ -77,13 +90,16 @@ class Verification:
 
     def __str__(self) -> str:
         compared = self.checked - len(self.failed)
-        lines = [f"{compared} of {self.units} units compared in {self.seconds:.1f} s: {self._found(compared)}"]
+        units = counted(self.units, "unit")
+        lines = [f"{compared} of {units} compared in {self.seconds:.1f} s: {self._found(compared)}"]
+        if self.source_changed:
+            lines.append("the source's objects are not those that the run read (names, sizes or times differ)")
         if not self.complete:
             lines.append("the target is unfinished; run its job again to continue")
         if self.missing_objects:
             lines.append(
-                f"{self.missing_objects} objects are missing, among them {', '.join(self.missing_keys)}; {self.lacking} "
-                "units lack some and were not compared"
+                f"missing: {counted(self.missing_objects, 'object')}, among them {', '.join(self.missing_keys)}; not "
+                f"compared, since they lack some: {counted(self.lacking, 'unit')}"
             )
         for title, outcomes in (("differs", self.differing), ("cannot be checked", self.failed)):
             lines += [f"{outcome.region} {title}: {_what(outcome)}" for outcome in outcomes[:NAMED]]
@@ -95,7 +111,7 @@ class Verification:
         if not compared and self.units:
             return "nothing is known of its values"
         if self.differing:
-            return f"{len(self.differing)} differ"
+            return f"{len(self.differing)} with differences"
         return "every bit is the same" if compared == self.units else "in these every bit is the same"
 
     def to_json(self) -> str:
@@ -157,6 +173,7 @@ def verify(
     share = _share(sample)
     array, brought = _open_source(source, storage_options)
     node, written = open_written(target, options_for(target, storage_options))
+    _refuse_other_shape(array, written)
     op = recorded_operator(node, brought | (params or {}), storage_options)
     check_options(op, "fill", workers, retries)
     spec, values = bind_zarr(op, array)
@@ -187,6 +204,7 @@ def verify(
         complete=node.attrs.get(COMPLETE) is True,
         differing=_those(counter, "differs"),
         failed=_those(counter, "failed"),
+        source_changed=_changed(array, node, retries),
         seconds=time.perf_counter() - began,
     )
 
@@ -240,6 +258,25 @@ def _refuse_strangers(spec: QuantSpec, written: ZarrArray) -> None:
             f"target {location(written)} is {element} {shape}, but {spec.op} gives {spec.y_dtype} {spec.shape} on this "
             "source; pass the source that it was made of",
         )
+
+
+def _refuse_other_shape(source: ZarrArray, written: ZarrArray) -> None:
+    if tuple(source.shape) != tuple(written.shape):
+        raise SpecError(
+            "source",
+            f"source {location(source)} has the shape {source.shape}, but target {location(written)} was made of one of "
+            f"{written.shape}; pass that one",
+        )
+
+
+def _changed(source: ZarrArray, node: Any, retries: int) -> bool:
+    """Whether the source's stored objects are others than the target's fingerprint says."""
+    recorded = node.attrs.get(FINGERPRINT)
+    of_source = recorded.get("source") if isinstance(recorded, dict) else None
+    objects = of_source.get("objects") if isinstance(of_source, dict) else None
+    if objects is None or node.attrs.get(UNREADABLE):
+        return False
+    return bool(objects != list_objects(source, retries=retries).digest)
 
 
 def _chosen(done: Any, units: int, share: float, seed: int) -> Any:

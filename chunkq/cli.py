@@ -88,8 +88,7 @@ class StorageOptions(click.ParamType):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         try:
-            text = value if value.lstrip().startswith("{") else Path(value).read_text()
-            options = json.loads(text)
+            options = json.loads(value if value.lstrip()[:1] in ("{", "[", '"') else Path(value).read_text())
         except (OSError, ValueError) as error:
             self.fail(f"expected a JSON object or a file that holds one: {error}", param, ctx)
         if not isinstance(options, dict):
@@ -142,7 +141,11 @@ _RUN_OPTIONS = (
         help="What objects absent from SRC mean.",
     ),
     click.option("--fail-fast", is_flag=True, help="Stop at the first object that cannot be read, not after the rest."),
-    click.option("--overwrite", is_flag=True, help="Replace DST of another job, a zarr array or a group of chunkq's."),
+    click.option(
+        "--overwrite",
+        is_flag=True,
+        help="Replace DST of another job (or of this one, finished): a zarr array, or a group of chunkq's.",
+    ),
     click.option("--consolidate", is_flag=True, help="Write consolidated metadata of a quantized DST."),
     *_WORK_OPTIONS,
 )

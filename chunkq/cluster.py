@@ -32,6 +32,9 @@ PATIENCE = 600.0
 #: Seconds a scheduler has to answer.
 ANSWER_WITHIN = 5.0
 
+#: Seconds that a plan waits for a cluster's first worker: who starts both in one go need not count.
+WORKERS_WITHIN = 15.0
+
 
 def active_client() -> Any | None:
     """The distributed client that this program works with, where there is one."""
@@ -89,6 +92,14 @@ def _unreachable(scheduler: str, error: BaseException) -> SpecError:
         "scheduler",
         f"scheduler={scheduler!r} cannot be reached ({what}); pass the address that 'dask scheduler' prints",
     )
+
+
+def await_workers(client: Any) -> None:
+    """Give the first worker of a cluster that is being started some time to come."""
+    try:
+        client.wait_for_workers(1, timeout=WORKERS_WITHIN)
+    except TimeoutError:
+        return  # the caller sees that there is none
 
 
 async def _knock(scheduler: str) -> None:

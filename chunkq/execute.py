@@ -162,15 +162,28 @@ def _is_up() -> None:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Keep Ctrl-C from reaching the processes that are started inside, for good; here it arrives afterwards."""
+    """Keep Ctrl-C from reaching the processes that are started inside, for good; here it arrives afterwards.
+
+    The mask is what the processes inherit. It alone does not hold a signal back: another thread may take it, and Python
+    then runs the handler here, in the middle of what a new process is told.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    came: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ours = [number for number, handler in handlers.items() if callable(handler)]
+    for number in ours:
+        signal.signal(number, lambda caught, _: came.append(caught))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in ours:
+            signal.signal(number, handlers[number])
+        for caught in came:
+            signal.raise_signal(caught)
 
 
 def _run_in_processes(job: Job, task: Task, indices: Sequence[int], workers: int, counter: Counter) -> None:

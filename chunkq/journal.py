@@ -83,7 +83,9 @@ def _what_differs(one: Any, other: Any) -> str:
     differing = [key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key)]
     if "metadata" in differing:
         return "another array, or its metadata were changed"
-    return "its stored objects were rewritten" if "objects" in differing else "other values"
+    if "objects" in differing:
+        return "its stored objects were rewritten: names, sizes or times differ; with their old ones they are accepted"
+    return "other values"
 
 
 def _outer(lengths: list[Any], dtype: Any) -> Any:

@@ -144,6 +144,7 @@ class Lock:
         self._store = store
         self._key = f"{path}/{LOCK}".lstrip("/")
         self._shown = shown
+        self._named = f"{shown.rstrip('/')}/{LOCK}"
         self._owner: Owner | None = None
         self._lost = ""
         self._renewed = 0.0
@@ -161,7 +162,7 @@ class Lock:
             raise SpecError("target", f"target {self._shown} cannot be written: {first_line(error)}") from error
         except Exception as error:  # stores have an error class each
             raise RunError(
-                f"the lock {self._key!r} of target {self._shown} cannot be written: {type(error).__name__}: "
+                f"the lock {self._named!r} of target {self._shown} cannot be written: {type(error).__name__}: "
                 f"{first_line(error)}"
             ) from error
         except BaseException:  # Ctrl-C while waiting: it would stay for as long as this process lives
@@ -189,7 +190,7 @@ class Lock:
             # The next run takes it over, this process being gone; what went wrong inside says more.
             if error is None:
                 raise RunError(
-                    f"the lock {self._key!r} of target {self._shown} cannot be removed: {first_line(failure)}; the run "
+                    f"the lock {self._named!r} of target {self._shown} cannot be removed: {first_line(failure)}; the run "
                     "itself has ended, delete it by hand"
                 ) from failure
 
@@ -211,7 +212,7 @@ class Lock:
         silent = time.monotonic() - self._renewed
         if silent > STALE_AFTER and mine.pid == os.getpid():
             raise RunError(
-                f"the lock {self._key!r} of target {self._shown} was not renewed for {silent:.0f} s "
+                f"the lock {self._named!r} of target {self._shown} was not renewed for {silent:.0f} s "
                 f"({self._failure or 'this process stood still'}), so that another run may have taken it over"
             )
 
@@ -239,8 +240,8 @@ class Lock:
             if there is not None and there.token == mine.token:
                 return
         raise RunError(
-            f"target {self._shown} could not be locked in {ATTEMPTS} attempts: its lock {self._key!r} appears and goes; is "
-            "another run of the same job at work?"
+            f"target {self._shown} could not be locked in {ATTEMPTS} attempts: its lock {self._named!r} appears and goes; "
+            "is another run of the same job at work?"
         )
 
     def _refuse_living(self, owner: Owner | None) -> None:
@@ -251,7 +252,7 @@ class Lock:
                 return
             when = f"was written {age:.0f} s ago" if age is not None else "has an age that this store does not tell"
             what = (
-                f"is locked, and by whom cannot be read: its lock {self._key!r} is damaged and {when}. If no other run "
+                f"is locked, and by whom cannot be read: its lock {self._named!r} is damaged and {when}. If no other run "
                 "writes this target, delete that object"
             )
             if age is not None:
@@ -266,7 +267,7 @@ class Lock:
             )
             if (owner.host, owner.boot, owner.namespace) != _here():
                 what += f"; {STALE_AFTER:.0f} s after its last sign of life this run may be started again"
-            what += f". If it is surely dead, delete {self._key!r}"
+            what += f". If it is surely dead, delete {self._named!r}"
         raise RunError(f"target {self._shown} {what}")
 
     def _age(self) -> float | None:
@@ -307,12 +308,12 @@ class Lock:
         """How the lock was lost; empty while it is ours."""
         content = self._read()
         if content is None:
-            return f"its lock {self._key!r} was deleted"
+            return f"its lock {self._named!r} was deleted"
         there = _decode(content)
         if there is None:
-            return f"its lock {self._key!r} was overwritten"
+            return f"its lock {self._named!r} was overwritten"
         if there.token != mine.token:
-            return f"process {there.pid} on host {there.host} took its lock {self._key!r} over"
+            return f"process {there.pid} on host {there.host} took its lock {self._named!r} over"
         return ""
 
     def _give_back(self, mine: Owner) -> None:

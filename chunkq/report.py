@@ -20,10 +20,15 @@ Progress = Callable[[int, int], None]
 #: What a plan finds where the target is to be, and does about it.
 STATES = {
     "new": "",
-    "unfinished": "there, of this very job, unfinished: its missing units will be done",
-    "finished": "there, of this very job, finished: nothing to do unless objects are gone",
+    "unfinished": "there, unfinished, of this job by its metadata: if the source's objects are the same, the rest is done",
+    "finished": "there, finished, of this job by its metadata: if the source's objects are the same, nothing to do",
     "other": "there, of another job: will be replaced",
 }
+
+
+def counted(number: int, thing: str) -> str:
+    """A number of things: 1 unit, 2 units."""
+    return f"{number} {thing}" + ("" if number == 1 else "s")
 
 
 @dataclass(frozen=True)
@@ -66,16 +71,18 @@ class Report:
     def __str__(self) -> str:
         size = format_size
         if not self.units_done:
-            return f"nothing to do: all {self.units} units are there"
-        before = f" ({self.units - self.units_done} of {self.units} had been done before)"
+            return f"nothing to do: {counted(self.units, 'unit')} there already"
+        done = counted(self.units_done, "unit")
+        if self.units_done < self.units:
+            done += f" ({self.units - self.units_done} of {self.units} had been done before)"
         lines = [
-            f"{self.units_done} units{before if self.units_done < self.units else ''}, {size(self.bytes_read)} read, "
-            f"{size(self.bytes_written)} written in {self.seconds:.1f} s ({self.gb_per_second:.2f} GB/s)",
+            f"{done}, {size(self.bytes_read)} read, {size(self.bytes_written)} written "
+            f"in {self.seconds:.1f} s ({self.gb_per_second:.2f} GB/s)",
             f"peak memory {size(self.peak_memory)} measured, {size(self.projected_memory)} projected, "
             f"{size(self.max_mem)} allowed",
         ]
         if self.missing_objects:
-            lines.append(f"{self.missing_objects} objects missing from the source were taken as its fill value")
+            lines.append(f"missing from the inputs and taken as fill value: {counted(self.missing_objects, 'object')}")
         if self.compared == ("key",):
             lines.append("the store tells neither sizes nor times: a source rewritten meanwhile would not be noticed")
         return "\n".join(lines)
@@ -142,6 +149,9 @@ class Plan:
     def __str__(self) -> str:
         spec, size = self.spec, format_size
         what = "each worker" if self.scheduler == "cluster" else "whole run"
+        workers = f"{self.memory.workers} ({self.scheduler}), 1 thread each"
+        if self.scheduler == "cluster":
+            workers = f"those of the cluster, {counted(self.memory.workers, 'unit')} at a time each"
         levels = f"; levels = {spec.levels}" if spec.op == "FakeQuantize" else ""
         source = f"{spec.x_dtype} {spec.shape}, {_layout(self.source_chunks, self.source_shards)}"
         lines = [
@@ -153,7 +163,7 @@ class Plan:
             ("codecs", self.codecs),
             ("units", f"{self.units} of {self.unit_shape}"),
             ("bytes", f"{size(self.bytes_read)} read, {size(self.bytes_written)} written (uncompressed)"),
-            ("workers", f"{self.memory.workers} ({self.scheduler}), 1 thread each"),
+            ("workers", workers),
             ("memory", f"{size(self.memory.total)} projected peak, {size(self.max_mem)} allowed ({what})"),
         ]
         if self.source_reads > 1:
@@ -203,9 +213,9 @@ class Plan:
         Parameters
         ----------
         client : distributed.Client, optional
-            The cluster to run on, whatever the plan says of a scheduler.
+            The cluster to run on, whatever the plan says of a scheduler; its workers must have the memory for the units.
         progress : callable, optional
-            Called with the number of finished units, and of all, after each one.
+            Called with the number of finished units, and of all, after each one; short units come several at a time.
 
         Raises
         ------
@@ -213,7 +223,7 @@ class Plan:
             A unit failed, the inputs lack objects or were rewritten, or another run is at this target; the message says
             which. What is done stays done: run it again to continue.
         SpecError
-            Reason ``target_exists``: the target is another job's.
+            Reasons ``target_exists`` (the target is another job's), and with a client ``max_mem`` and ``scheduler``.
         """
         return self._run(self, progress, client)
 

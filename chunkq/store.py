@@ -142,6 +142,8 @@ def open_node(opener: Any, source: Any, argument: str = "source", storage_option
 def _what_failed(place: Place, error: Exception) -> str:
     if place.local is not None and not os.path.exists(place.local):
         return "there is no such file or folder"
+    if place.local is not None and os.path.isfile(place.local):
+        return "it is a file"
     if place.local is None and isinstance(error, FileNotFoundError):
         return "nothing is there, or there is no such bucket"
     if isinstance(error, PermissionError):

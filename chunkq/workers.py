@@ -12,10 +12,10 @@ from math import prod
 from typing import Any
 
 from chunkq import grid
-from chunkq.cluster import connected
+from chunkq.cluster import await_workers, connected
 from chunkq.dtypes import ELEMENT_TYPES
 from chunkq.errors import SpecError
-from chunkq.memory import MIB, available, format_size, resident
+from chunkq.memory import MIB, available, creep, format_size, resident
 from chunkq.spec import QuantSpec, Shape
 from chunkq.threads import available_cpus
 
@@ -287,7 +287,7 @@ def _local(work: Work, unit_shape: Shape, kind: str, wanted: int, fixed: bool, h
     objects = grid.count(shape, work.source_object) + grid.count(shape, work.target_object)
     base = here + RUN_BYTES + bookkeeping_bytes(units, objects) + (TRACKER_BYTES if kind == "processes" else 0)
     worker = WORKER_BYTES + work.held if kind == "processes" else 0
-    task = work.task(unit_shape)
+    task = int(work.task(unit_shape) * (1 if kind == "processes" else creep()))
     count = 1 if kind == "sync" else min(wanted, max(units, 1))
     if not fixed:
         count = max(1, min(count, (limit - base) // (worker + task)))
@@ -307,7 +307,8 @@ def _too_little(least: Arrangement, limit: int, workers: int | None) -> SpecErro
     return SpecError(
         "max_mem",
         f"max_mem={format_size(limit)} is too little: this run needs at least {format_size(memory.total + MIB)} "
-        f"({format_size(memory.base)} for the interpreter, {format_size(memory.task)} for a unit); allow more, or {way}",
+        f"({format_size(memory.base)} that this process holds already, {format_size(memory.task)} for a unit); allow more, "
+        f"or {way}",
     )
 
 
@@ -372,6 +373,7 @@ def _threads_and_limit(found: list[dict[str, Any]]) -> tuple[int, int]:
 def _cluster_workers(scheduler: Any) -> list[dict[str, Any]]:
     """What the scheduler says of each of its workers."""
     with connected(scheduler) as client:
+        await_workers(client)
         found = list(client.scheduler_info(n_workers=-1)["workers"].values())
     if not found:
         raise SpecError("scheduler", f"scheduler={scheduler!r} has no workers; start some with 'dask worker ADDRESS'")

@@ -350,7 +350,7 @@ def test_a_source_rewritten_between_run_and_resume_is_refused(tmp_path):
     np.save(tmp_path / "scale.npy", SCALE)
     code, out, err = run("dequantize", source, target, "--scale", tmp_path / "scale.npy", "--axis", "0", "--json")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "source (its stored objects were rewritten)" in err
+    assert "source (its stored objects were rewritten" in err
     assert "--overwrite" in err
     assert contents(target) == before
     planned(source, target, overwrite=True).run()
@@ -372,7 +372,7 @@ def test_a_parameter_rewritten_between_run_and_resume_is_refused(tmp_path):
     interrupted(source, target, chunkq.DequantizeLinear(zarr.open_array(scale, mode="r"), axis=0))
     zarr.open_array(scale, mode="r+")[3] = 9
     again = chunkq.DequantizeLinear(zarr.open_array(scale, mode="r"), axis=0)
-    with pytest.raises(chunkq.SpecError, match=r"scale \(its stored objects were rewritten\)"):
+    with pytest.raises(chunkq.SpecError, match=r"scale \(its stored objects were rewritten"):
         chunkq.plan(again, source, target, scheduler="sync").run()
 
 
@@ -414,6 +414,6 @@ def test_an_input_rewritten_during_the_run_leaves_an_unfinished_target(tmp_path,
     # it stays refused, and nothing makes a mixture look whole
     code, _, err = run(*command)
     assert code == 2
-    assert f"{which} (its stored objects were rewritten)" in err
+    assert f"{which} (its stored objects were rewritten" in err
     finished(*command, "--overwrite")
     assert chunkq.verify(source, target, sample=0.2).ok

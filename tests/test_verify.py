@@ -1,6 +1,7 @@
 """verify: what it finds and what it says, for every kind of target, over whole and damaged ones."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -85,7 +86,7 @@ def test_every_operator_and_type(tmp_path, op, x):
     found = chunkq.verify(source, target)
     assert not found.ok
     assert [(o.region, o.message) for o in found.differing] == [("[10:20, 15:30]", "1 of 150 elements")]
-    assert "1 differ" in str(found)
+    assert "1 with differences" in str(found)
     assert "every bit" not in str(found)
 
 
@@ -121,6 +122,16 @@ def test_every_layout(tmp_path, source_layout, target_layout):
     assert len(chunkq.verify(source, target).differing) == 1
 
 
+def test_a_source_that_was_rewritten_is_mentioned(tmp_path):
+    source, target = make(tmp_path)
+    assert not chunkq.verify(source, target).source_changed
+    key = next(p for p in (tmp_path / "x.zarr").rglob("*") if p.is_file() and p.name != "zarr.json")
+    os.utime(key, (1, 1))
+    found = chunkq.verify(source, target)
+    assert (found.ok, found.source_changed) == (True, True)
+    assert "not those that the run read" in str(found)
+
+
 def test_missing_and_damaged_objects(tmp_path):
     source, target = make(tmp_path)
     shutil.copytree(target, tmp_path / "whole.zarr")
@@ -129,13 +140,13 @@ def test_missing_and_damaged_objects(tmp_path):
     assert (found.ok, found.missing_objects, found.missing_keys, found.lacking) == (False, 1, ("c/1/1",), 1)
     assert "8 of 9 units compared" in str(found)
     assert "in these every bit is the same" in str(found)
-    assert "1 objects are missing, among them c/1/1; 1 units lack some and were not compared" in str(found)
+    assert "missing: 1 object, among them c/1/1; not compared, since they lack some: 1 unit" in str(found)
     (tmp_path / "y.zarr" / "c" / "0" / "2").write_bytes(b"junk")
     found = chunkq.verify(source, target)
     assert [[key for key, _ in o.keys] for o in found.failed] == [["c/0/2"]]
     assert "7 of 9 units compared" in str(found)
     lines = str(found).splitlines()
-    assert [line.split()[0] for line in lines] == ["7", "1", "[0:10,"]
+    assert [line.split()[0] for line in lines] == ["7", "missing:", "[0:10,"]
     assert lines[2].startswith("[0:10, 30:40] cannot be checked")
     shutil.rmtree(tmp_path / "y.zarr" / "c")
     found = chunkq.verify(source, target)

@@ -28,6 +28,7 @@ def a_known_machine(monkeypatch):
     """Four CPUs and an interpreter of 100 MiB: the choice is then a matter of arithmetic."""
     monkeypatch.setattr(workers, "available_cpus", lambda: 4)
     monkeypatch.setattr(workers, "resident", lambda: 100 * MIB)
+    monkeypatch.setattr(workers, "creep", lambda: 1.0)
 
 
 # ---- the sum
@@ -264,6 +265,15 @@ def test_the_least_that_would_do_does():
 def test_empty_and_scalar_tensors(scheduler):
     assert workers.arrange(work((0, 4), (5, 4), (5, 4)), scheduler, None, 1 << 30).units == 0
     assert workers.arrange(work((), (), ()), scheduler, None, 1 << 30).units == 1
+
+
+def test_what_freed_buffers_keep_is_counted_where_nobody_prevents_it(monkeypatch):
+    given = work((65536, 4096), (1024, 4096), (1024, 4096))
+    flat = {kind: workers.arrange(given, kind, 2, 8 << 30).memory for kind in ("threads", "processes")}
+    monkeypatch.setattr(workers, "creep", lambda: 4 / 3)
+    found = {kind: workers.arrange(given, kind, 2, 8 << 30).memory for kind in ("threads", "processes")}
+    assert found["threads"].task == flat["threads"].task * 4 // 3
+    assert found["processes"] == flat["processes"]  # our own worker processes give memory back at once
 
 
 @pytest.mark.parametrize("scheduler", ["threads", "auto"])
