@@ -128,7 +128,12 @@ def _existing(place: Place) -> ZarrArray | zarr.Group | None:
         raise SpecError("target", f"target {place.shown!r} is a file, not a zarr array; nothing was touched")
     node = _node(place)
     if node is None:
-        _refuse_strange(place, _is_remnant)
+        try:
+            _refuse_strange(place, _is_remnant)
+        except SpecError:
+            node = _node(place)  # another run may have begun since
+            if node is None:
+                raise
     return node
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from chunkq.cluster import active_client
 from chunkq.dtypes import ELEMENT_TYPES
-from chunkq.errors import SpecError
+from chunkq.errors import RunError, SpecError
 from chunkq.execute import Counter
 from chunkq.job import compute_units
 from chunkq.journal import Progressed
@@ -24,7 +24,7 @@ from chunkq.listing import list_objects, missing_keys
 from chunkq.memory import parse_size
 from chunkq.metadata import WRITTEN_OUT, open_quantized, recorded_operator
 from chunkq.operands import element_of, kind
-from chunkq.places import options_for
+from chunkq.places import options_beside, options_for
 from chunkq.planning import arranged, bind_zarr, check_options
 from chunkq.report import Progress, counted
 from chunkq.spec import QuantSpec
@@ -174,7 +174,8 @@ def verify(
     array, brought = _open_source(source, storage_options)
     node, written = open_written(target, options_for(target, storage_options))
     _refuse_other_shape(array, written)
-    op = recorded_operator(node, brought | (params or {}), storage_options)
+    options_of = partial(options_beside, [source, target], storage_options)
+    op = recorded_operator(node, brought | (params or {}), options_of)
     check_options(op, "fill", workers, retries)
     spec, values = bind_zarr(op, array)
     _refuse_strangers(spec, written)
@@ -276,7 +277,10 @@ def _changed(source: ZarrArray, node: Any, retries: int) -> bool:
     objects = of_source.get("objects") if isinstance(of_source, dict) else None
     if objects is None or node.attrs.get(UNREADABLE):
         return False
-    return bool(objects != list_objects(source, retries=retries).digest)
+    try:
+        return bool(objects != list_objects(source, retries=retries).digest)
+    except RunError:
+        return False  # where nothing can be listed nothing is known; what cannot be read is reported by unit
 
 
 def _chosen(done: Any, units: int, share: float, seed: int) -> Any:

@@ -89,8 +89,8 @@ class StorageOptions(click.ParamType):  # type: ignore[type-arg]
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         try:
             options = json.loads(value if value.lstrip()[:1] in ("{", "[", '"') else Path(value).read_text())
-        except (OSError, ValueError) as error:
-            self.fail(f"expected a JSON object or a file that holds one: {error}", param, ctx)
+        except (OSError, ValueError) as error:  # its text may hold what was meant to be secret
+            self.fail(f"expected a JSON object, or a file that holds one ({type(error).__name__})", param, ctx)
         if not isinstance(options, dict):
             self.fail("expected a JSON object", param, ctx)
         return options

@@ -37,11 +37,20 @@ WORKERS_WITHIN = 15.0
 
 
 def active_client() -> Any | None:
-    """The distributed client that this program works with, where there is one."""
+    """The distributed client that this program works with, where there is one.
+
+    None inside a worker's own task: it would wait for threads of which it holds one.
+    """
     if "distributed" not in sys.modules:
         return None
-    from distributed import Client
+    from distributed import Client, get_worker
 
+    try:
+        get_worker()
+    except ValueError:
+        pass
+    else:
+        return None
     try:
         return Client.current(allow_global=True)
     except ValueError:

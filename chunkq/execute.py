@@ -22,7 +22,6 @@ from typing import Any
 import dask
 import dask.multiprocessing
 import dask.threaded
-from dask.callbacks import Callback
 
 from chunkq.errors import RunError
 from chunkq.memory import keep_memory_flat, peak_of_tree
@@ -98,11 +97,10 @@ class Units:
 # ---- what is noted of them
 
 
-class Counter(Callback):  # type: ignore[misc]
+class Counter:
     """Counts finished units, keeps what they had to say, and the highest memory seen: no less than the true peak."""
 
     def __init__(self, watch: Watch | None = None) -> None:
-        super().__init__(posttask=self._posttask)
         self.done = 0
         self.watch = watch
         self.outcomes: list[Outcome] = []
@@ -110,7 +108,8 @@ class Counter(Callback):  # type: ignore[misc]
         self._peaks: dict[int, int] = {}
         self._looked = 0.0
 
-    def _posttask(self, key: Any, batch: Batch, *_: Any) -> None:
+    def posttask(self, key: Any, batch: Batch, *_: Any) -> None:
+        """Take note of a finished task, as Dask's schedulers call it."""
         for outcome in batch.outcomes:
             self.count(outcome)
 
@@ -194,10 +193,11 @@ def _run_in_processes(job: Job, task: Task, indices: Sequence[int], workers: int
                 started = [pool.submit(_is_up) for _ in range(workers)]
             wait(started)
             how = {"scheduler": "processes", "pool": pool, "chunksize": 1, "num_workers": workers}
-            _compute(job, indices, _run_batch_of, (job.token, task), **how)
+            _compute(job, indices, _run_batch_of, (job.token, task), counter, **how)
         except BrokenProcessPool as error:
             raise RunError(
-                "a worker process died (out of memory, or killed); run the same again to continue"
+                "a worker process died (out of memory, or killed; or the main module of the calling script has no "
+                "'if __name__ == \"__main__\":'); run the same again to continue"
             ) from error
         finally:
             counter.measure()
@@ -213,14 +213,21 @@ def task_key(job: Job, index: int) -> str:
 
 
 def _compute(
-    job: Job, indices: Sequence[int], function: Callable[..., Batch], first: tuple[Any, ...], **how: Any
+    job: Job,
+    indices: Sequence[int],
+    function: Callable[..., Batch],
+    first: tuple[Any, ...],
+    counter: Counter,
+    **how: Any,
 ) -> None:
     call = dask.delayed(function, pure=False, traverse=False)
     units = Units(indices)
     room = FIRST_WINDOW
     while window := list(islice(iter(units.take, ()), room)):
         tasks = [call(*first, batch, dask_key_name=task_key(job, batch[0])) for batch in window]
-        done = dask.compute(*tasks, optimize_graph=False, traverse=False, **how)
+        # named here: those in force by a context Dask gives to whichever computation begins next, in any thread
+        callbacks = [(None, None, None, counter.posttask, None)]
+        done = dask.compute(*tasks, optimize_graph=False, traverse=False, callbacks=callbacks, **how)
         for batch, result in zip(window, done, strict=True):
             units.learn(batch, result)
         room = WINDOW
@@ -244,12 +251,12 @@ def run_locally(job: Job, task: Task, indices: Sequence[int], kind: str, workers
     RunError
         What a task raised, or that a worker died.
     """
-    with counter, one_object_at_a_time():
+    with one_object_at_a_time():
         if kind == "processes":
             _run_in_processes(job, task, indices, workers, counter)
         elif workers == 1:
-            _compute(job, indices, run_batch, (job, task), scheduler="sync")
+            _compute(job, indices, run_batch, (job, task), counter, scheduler="sync")
         else:
             with _own_threads(workers) as pool:
-                _compute(job, indices, run_batch, (job, task), scheduler="threads", pool=pool)
+                _compute(job, indices, run_batch, (job, task), counter, scheduler="threads", pool=pool)
     counter.measure()

@@ -21,7 +21,7 @@ from chunkq.dtypes import ELEMENT_TYPES, ZERO_ONLY
 from chunkq.errors import RunError, SpecError
 from chunkq.execute import Counter, Task, Watch, run_locally
 from chunkq.journal import Progressed, differences, fingerprint
-from chunkq.listing import Listing, list_objects, refuse_damaged, refuse_missing, undecodable
+from chunkq.listing import Listing, list_objects, metadata_digest, refuse_damaged, refuse_missing, undecodable
 from chunkq.lock import Lock
 from chunkq.memory import reset_peak
 from chunkq.objects import delete_objects, existing, object_keys
@@ -47,15 +47,18 @@ NAMED = 20
 class Run:
     """All that carrying a plan out needs.
 
-    `inputs` are the source and the parameters by name; `begin` writes a new target's metadata, given the attributes that
-    go beside the operator's.
+    `inputs` are the source and the parameters by name; `planned` is the fingerprint as far as metadata tell; `begin` writes
+    a new target's metadata, given the attributes that go beside the operator's; `lacking` names what else than objects of
+    the tensor is not there.
     """
 
     spec: QuantSpec
     inputs: dict[str, Any]
     place: Place
     layout: Layout
+    planned: dict[str, Any]
     begin: Callable[[str, dict[str, Any]], None]
+    lacking: Callable[[], list[str]]
     arrangement: Arrangement
     scheduler: Any
     overwrite: bool
@@ -92,11 +95,14 @@ def carry_out(run: Run, plan: Plan, progress: Progress | None, client: Any) -> R
         _check_stored_values(run.spec, index, value)
     layout = run.layout.describe()
     ours = fingerprint(run.spec, run.inputs, layout, listings)
+    moved = differences(run.planned, ours)
+    if moved:
+        raise SpecError("source", f"changed since the plan was made: {'; '.join(moved)}; plan again")
     # an earlier run left out of its fingerprint what it could not read and may have been mended
     comparable = fingerprint(run.spec, run.inputs, layout, listings, part=True)
     began = time.perf_counter()
     state, node = target_state(run.place, run.inputs, comparable, run.overwrite)
-    if state == "finished" and not len(Progressed(open_target(run.place), run.arrangement.unit_shape).todo()):
+    if state == "finished" and _is_whole(run):
         return _report(plan, _Done(), 0.0, listings, missing)
     with Lock(run.place.store, run.place.path, run.place.shown) as lock:
         # once more: nobody else changes it from here on
@@ -109,12 +115,39 @@ def carry_out(run: Run, plan: Plan, progress: Progress | None, client: Any) -> R
             if failure.keys or pending:
                 _note_unreadable(run, target, failure, listings, pending)
             raise
-        _refuse_rewritten(run, listings)
+        _refuse_rewritten(run, listings, ours)
+        lock.check(read=True)
+        node = _still_ours(run, comparable if pending else ours)
         if pending:
             _sign(run, ours, [])
-        lock.check(read=True)
-        mark_complete(open_root(run.place), run.consolidates)
+            node = open_root(run.place)
+        mark_complete(node, run.consolidates)
     return _report(plan, done, time.perf_counter() - began, listings, missing)
+
+
+def _is_whole(run: Run) -> bool:
+    return not run.lacking() and not len(Progressed(open_target(run.place), run.arrangement.unit_shape).todo())
+
+
+def _still_ours(run: Run, ours: dict[str, Any]) -> Any:
+    """The target's own node, if nobody changed or removed its metadata meanwhile.
+
+    Raises
+    ------
+    RunError
+        They are not what this run wrote.
+    """
+    changed = RunError(
+        f"the metadata of target {run.place.shown} were changed or removed while it was written; delete what is left of it "
+        "and run again"
+    )
+    try:
+        node = open_root(run.place)
+    except Exception as error:  # of a store, of zarr, of JSON: whatever is there is not ours
+        raise changed from error
+    if differences(ours, node.attrs.get(FINGERPRINT)):
+        raise changed
+    return node
 
 
 def _moved(run: Run, plan: Plan, client: Any) -> tuple[Run, Plan]:
@@ -317,11 +350,15 @@ def compute_units(
     if isinstance(scheduler, str) and scheduler in SCHEDULERS:
         reset_peak()
         run_locally(job, task, indices, arrangement.kind, arrangement.memory.workers, counter)
-        return
-    with connected(scheduler) as client:
-        forget_peaks(client)
-        run_on_cluster(job, task, indices, client, counter)
-        counter.peak = highest_peak(client)
+    else:
+        with connected(scheduler) as client:
+            forget_peaks(client)
+            run_on_cluster(job, task, indices, client, counter)
+            counter.peak = highest_peak(client)
+    if counter.done != len(indices):
+        raise RunError(
+            f"{len(indices)} units were to be done, but {counter.done} reported; nothing is known of the others"
+        )
 
 
 # ---- what went wrong
@@ -374,10 +411,11 @@ def _sign(run: Run, record: dict[str, Any], unreadable: list[str]) -> None:
     change_attributes(open_root(run.place), changes, without=(UNREADABLE,))
 
 
-def _refuse_rewritten(run: Run, listings: dict[str, Listing]) -> None:
+def _refuse_rewritten(run: Run, listings: dict[str, Listing], ours: dict[str, Any]) -> None:
     """Refuse to call a target complete whose inputs were not the same from beginning to end."""
     for name, array in stored_inputs(run.inputs).items():
-        if list_objects(array, argument=name, retries=run.retries).digest != listings[name].digest:
+        same = metadata_digest(array) == ours[name]["metadata"]
+        if not same or list_objects(array, argument=name, retries=run.retries).digest != listings[name].digest:
             raise RunError(
                 f"the stored objects of {name} were rewritten during the run, so that the target {run.place.shown} may be "
                 "a mixture; run again with overwrite (--overwrite)"

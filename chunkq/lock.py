@@ -241,7 +241,7 @@ class Lock:
                 return
         raise RunError(
             f"target {self._shown} could not be locked in {ATTEMPTS} attempts: its lock {self._named!r} appears and goes; "
-            "is another run of the same job at work?"
+            "is another run of the same job at work? If not, delete it"
         )
 
     def _refuse_living(self, owner: Owner | None) -> None:

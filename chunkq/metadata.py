@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -22,6 +23,9 @@ from chunkq.operands import dashed, element_of, kind, load_npy, parameter, weak
 from chunkq.ops import FakeQuantize, Operator
 from chunkq.run import Array
 from chunkq.spec import as_integer
+
+#: Storage options for a place that a document names, which is not the user's own word.
+OptionsOf = Callable[[Any], dict[str, Any] | None]
 
 OPERATORS: dict[str, type[Operator]] = {
     cls.__name__: cls for cls in (DequantizeLinear, QuantizeLinear, QuantizeDequantize, FakeQuantize)
@@ -147,15 +151,13 @@ def _child(group: Any, name: str) -> Any:
     return open_source(node, name)
 
 
-def _read_input(
-    name: str, entry: Any, group: Any, given: dict[str, Any], storage_options: dict[str, Any] | None = None
-) -> Any:
+def _read_input(name: str, entry: Any, group: Any, given: dict[str, Any], options_of: OptionsOf | None = None) -> Any:
     if name in given:
         return _as_recorded(name, entry, given[name], group)
     if not isinstance(entry, dict):
         return _number_or_list(entry)
     if "zarr" in entry:
-        return _read_place(name, entry, group, storage_options)
+        return _read_place(name, entry, group, options_of)
     if "values" in entry:
         return read_array(entry)
     if isinstance(entry.get("npy"), str):
@@ -176,14 +178,13 @@ def _as_recorded(name: str, entry: Any, value: Any, group: Any = None) -> Any:
     return np.asarray(array).reshape(shape)
 
 
-def _read_place(name: str, entry: dict[str, Any], group: Any, storage_options: dict[str, Any] | None = None) -> Any:
+def _read_place(name: str, entry: dict[str, Any], group: Any, options_of: OptionsOf | None = None) -> Any:
     """A zarr array, if it is still what the document says of it."""
-    from chunkq.places import options_for
     from chunkq.store import open_source
 
     if group is None:
         place = entry["zarr"]
-        array = open_source(place, name, storage_options=options_for(place, storage_options))
+        array = open_source(place, name, storage_options=options_of(place) if options_of else None)
     elif entry["zarr"] == name:
         array = _child(group, name)
     else:
@@ -203,7 +204,7 @@ def read(
     document: Any,
     group: Any = None,
     given: dict[str, Any] | None = None,
-    storage_options: dict[str, Any] | None = None,
+    options_of: OptionsOf | None = None,
 ) -> Operator:
     """Make an operator of its JSON document, parsed.
 
@@ -214,7 +215,7 @@ def read(
         cls = OPERATORS[document["operator"]]
         if not isinstance(document["inputs"], dict) or not isinstance(document["attributes"], dict):
             raise _wrong("inputs and attributes are not objects")
-        inputs = {n: _read_input(n, v, group, given or {}, storage_options) for n, v in document["inputs"].items()}
+        inputs = {n: _read_input(n, v, group, given or {}, options_of) for n, v in document["inputs"].items()}
         unknown = (given or {}).keys() - inputs.keys()
         if unknown:
             raise SpecError("argument", f"{', '.join(sorted(unknown))}: this {cls.__name__} has no such parameter")
@@ -262,7 +263,7 @@ def from_json(text: str) -> Operator:
 AT_ONCE = 1 << 20
 
 
-def recorded_operator(node: Any, given: dict[str, Any], storage_options: dict[str, Any] | None = None) -> Operator:
+def recorded_operator(node: Any, given: dict[str, Any], options_of: OptionsOf | None = None) -> Operator:
     """The operator that wrote a target, by the attributes of its array or group.
 
     `given` see `read`; names of parameters that it records with their values are refused there.
@@ -277,7 +278,7 @@ def recorded_operator(node: Any, given: dict[str, Any], storage_options: dict[st
     if OPERATOR not in node.attrs:
         raise SpecError("target", f"target {node.store_path} was not written by chunkq: it has no attribute {OPERATOR}")
     document = node.attrs[OPERATOR]
-    return read(document, node if hasattr(node, "members") else None, given, storage_options)
+    return read(document, node if hasattr(node, "members") else None, given, options_of)
 
 
 def open_quantized(

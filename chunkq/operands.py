@@ -56,6 +56,8 @@ def load_npy(name: str, path: str) -> FromFile:
     SpecError
         Reason ``argument``.
     """
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+        raise SpecError("argument", f"{name}: {path!r} is not a file")
     try:
         # mapped first: a header may declare more than there is
         array = np.array(np.load(path, mmap_mode="r", allow_pickle=False)).view(FromFile)

@@ -154,6 +154,17 @@ def options_for(location: Any, storage_options: dict[str, Any] | None) -> dict[s
     return storage_options if isinstance(location, str) and _is_url(location) else None
 
 
+def options_beside(known: list[Any], storage_options: dict[str, Any] | None, location: Any) -> dict[str, Any] | None:
+    """Storage options for a place that somebody else named: only on a server, or in a bucket, that the user named too.
+
+    They hold credentials.
+    """
+    servers = {urlsplit(place)[:2] for place in known if isinstance(place, str) and _is_url(place)}
+    if isinstance(location, str) and _is_url(location) and urlsplit(location)[:2] in servers:
+        return storage_options
+    return None
+
+
 def _shown_input(location: Any) -> str:
     return repr(location) if isinstance(location, str) else f"a {type(location).__name__}"
 
@@ -165,7 +176,12 @@ def _is_url(text: str) -> bool:
 
 def _path_of_file_url(text: str) -> str:
     """A ``file:`` URL as a path: zarr 3.1.6 makes a store of it whose writes are not atomic."""
-    return unquote(urlsplit(text).path) if text.startswith(("file:", "local://")) else text
+    if not text.startswith(("file:", "local://")):
+        return text
+    parts = urlsplit(text)
+    if parts.netloc not in ("", "localhost") or "?" in text or "#" in text:
+        raise SpecError("argument", f"{text!r} has a host, a query or a fragment; pass the plain path")
+    return unquote(parts.path)
 
 
 def _of_path(path: str, writing: bool, reason: str, name: str) -> Place:
@@ -219,13 +235,15 @@ def _of_url(url: str, options: dict[str, Any], writing: bool, reason: str, name:
 
 def redacted(text: str) -> str:
     """A text without the user, the password and the query of any URL in it."""
-    text = re.sub(r"(\w://)[^/\s'\"]*@", r"\1", text)
-    return re.sub(r"(\w://[^\s?'\"]*)\?[^\s'\"]*", r"\1?...", text)
+    text = re.sub(r"(\w://)[^\s'\"]*@", r"\1", text)
+    return re.sub(r"(\w://[^\s?#'\"]*)([?#])[^\s'\"]*", r"\1\2...", text)
 
 
 def _without_values(text: str, options: dict[str, Any]) -> str:
     for value in options.values():
-        if isinstance(value, str) and len(value) > 3:
+        if isinstance(value, dict):
+            text = _without_values(text, value)
+        elif isinstance(value, str) and len(value) > 3:
             text = text.replace(value, "...")
     return text
 
@@ -267,10 +285,18 @@ def _kind(store: Any) -> str:
     if isinstance(store, ObjectStore):
         return _OBSTORES.get(type(store.store).__name__, "")
     if isinstance(store, FsspecStore):
-        names = store.fs.protocol
+        names = _file_system(store).protocol
         name = names if isinstance(names, str) else names[0]
         return _ALIASES.get(name, name)
     return ""
+
+
+def _file_system(store: FsspecStore) -> Any:
+    """What holds the bytes of an fsspec store, caches aside."""
+    fs = getattr(store.fs, "sync_fs", store.fs)
+    while type(fs).__module__.startswith("fsspec.implementations.cache") and getattr(fs, "fs", None) is not None:
+        fs = fs.fs
+    return fs
 
 
 def _root(store: Any) -> str:
@@ -327,10 +353,36 @@ def relation(one: Place, other: Place) -> str:
     """How two places lie: "same", "nested", or "" for apart."""
     if not comparable(one, other):
         return ""
+    if one.local is not None and other.local is not None:
+        return _relation_on_disk(one.local, other.local)
     a, b = _address(one), _address(other)
     if a == b:
         return "same"
     return "nested" if a[: len(b)] == b or b[: len(a)] == a else ""
+
+
+def _relation_on_disk(one: str, other: str) -> str:
+    """The same by path, or by what the file system says: one folder may be mounted at two places."""
+    a, b = _ids(one), _ids(other)
+    if one == other or (None not in (a[0], b[0]) and a[0] == b[0]):
+        return "same"
+    nested = one.startswith(f"{other.rstrip('/')}/") or other.startswith(f"{one.rstrip('/')}/")
+    return "nested" if nested or (a[0] is not None and a[0] in b) or (b[0] is not None and b[0] in a) else ""
+
+
+def _ids(path: str) -> list[tuple[int, int] | None]:
+    """Device and number of a folder and of those above it; None for what is not there."""
+    found: list[tuple[int, int] | None] = []
+    while True:
+        try:
+            status = os.stat(path)
+            found.append((status.st_dev, status.st_ino))
+        except OSError:
+            found.append(None)
+        above = os.path.dirname(path)
+        if above == path:
+            return found
+        path = above
 
 
 def parent(place: Place) -> Place | None:

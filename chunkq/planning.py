@@ -32,6 +32,7 @@ from chunkq.target import (
     begin_array,
     begin_quantized,
     dimension_names,
+    lacking_in_group,
     operator_attributes,
     resolve_compressors,
     source_attributes,
@@ -144,13 +145,16 @@ def plan(
         raise SpecError(
             "argument", "consolidate is for groups, such as QuantizeLinear writes; this target is one array"
         )
-    state, _ = target_state(place, inputs, fingerprint(spec, inputs, layout.describe()), overwrite)
+    planned = fingerprint(spec, inputs, layout.describe())
+    state, _ = target_state(place, inputs, planned, overwrite)
     run = Run(
         spec=spec,
         inputs=inputs,
         place=place,
         layout=layout,
+        planned=planned,
         begin=_begin(spec, op, params, layout, place),
+        lacking=partial(lacking_in_group, place, spec.params) if spec.op == "QuantizeLinear" else list,
         arrangement=arrangement,
         scheduler=scheduler,
         overwrite=overwrite,

@@ -31,6 +31,7 @@ from chunkq.admission import (
 from chunkq.contents import get, keys, put, remove
 from chunkq.dtypes import DTYPE_ATTRIBUTE, ELEMENT_TYPES, fill_value, to_holder
 from chunkq.errors import SpecError
+from chunkq.listing import list_objects
 from chunkq.lock import LOCK
 from chunkq.places import Place
 from chunkq.retry import RETRIES, with_retries
@@ -245,16 +246,27 @@ def write_quantized(
     group_attributes: dict[str, Any],
     layout: Layout,
 ) -> None:
-    """Make the group of a quantized tensor: its document, its parameters, and last the document of its data.
-
-    Where that is there, all is there, and nothing is done; else everything is written (again).
-    """
-    if get(place.below(DATA), DOCUMENT) is not None:
-        return
-    write_metadata(place, "", group_document(group_attributes))
+    """Make the group of a quantized tensor, or what it lacks: its document, its parameters, the document of its data."""
+    if get(place, DOCUMENT) is None:
+        write_metadata(place, "", group_document(group_attributes))
+    lacking = lacking_in_group(place, params)
     for param, value in zip(params, values, strict=True):
-        _write_param(place, param, value)
-    write_metadata(place, DATA, layout.document())
+        if param.name in lacking:
+            _write_param(place, param, value)
+    if DATA in lacking:
+        write_metadata(place, DATA, layout.document())
+
+
+def lacking_in_group(place: Place, params: tuple[ParamSpec, ...]) -> list[str]:
+    """Parameters of a quantized tensor's group that are not there whole, and its data where that has no document."""
+    lacking = [param.name for param in params if not _is_whole(place, param.name)]
+    return lacking + ([DATA] if get(place.below(DATA), DOCUMENT) is None else [])
+
+
+def _is_whole(place: Place, name: str) -> bool:
+    if get(place.below(name), DOCUMENT) is None:
+        return False
+    return list_objects(_open_child(place, name), argument="target").missing == 0
 
 
 def _write_param(place: Place, param: ParamSpec, value: Any) -> None:

@@ -35,6 +35,9 @@ UNIT_BYTES = 4 * MIB
 FETCH_BYTES = 256 * 1024
 #: What a unit costs besides, likewise: its task, and the calls of zarr.
 CALL_BYTES = 128 * 1024
+#: What zarr keeps of each object of a region while it reads or writes it (2 KB measured); most objects gathered to a unit.
+OBJECT_BYTES = 3 * 1024
+MOST_OBJECTS = 4096
 #: A gain in time below this is not worth any memory.
 WORTH_IT = 1.02
 #: Codecs whose decoder holds no more than encoded and decoded bytes and one copy; others join a list of pieces as well.
@@ -171,7 +174,8 @@ class Work:
             self.copies,
             prod(cut) * size_out if converts else 0,
         )
-        return unit + int(self.extra * prod(cut) * size_out)
+        objects = grid.count(cut, self.target_object) + grid.count(cut, self.source_chunk)
+        return unit + int(self.extra * prod(cut) * size_out) + OBJECT_BYTES * objects
 
     def effort(self, unit_shape: Shape, parallel: int) -> float:
         """Estimated time, in bytes that one worker moves: what is decoded, fetched again and written, shared by workers."""
@@ -197,7 +201,11 @@ class Work:
         limits = [
             min(size // self.itemsizes[1], prod(spec.shape) // parallel) for size in (UNIT_BYTES, UNIT_BYTES // 8, 0)
         ]
-        return [tuple(dict.fromkeys(grid.grow(unit, spec.shape, limit, last) for limit in limits)) for unit in chain]
+        most = MOST_OBJECTS * prod(self.target_object)
+        return [
+            tuple(dict.fromkeys(grid.grow(unit, spec.shape, min(limit, most), last) for limit in limits))
+            for unit in chain
+        ]
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,12 @@ def work(shape, source, target, *, x_dtype="uint8", shard=None, encodes=True, he
     return workers.Work(spec, source, shard or source, target, held=held, encodes=encodes)
 
 
+@pytest.fixture
+def objects_for_nothing(monkeypatch):
+    """Leave the number of objects out of a sum."""
+    monkeypatch.setattr(workers, "OBJECT_BYTES", 0)
+
+
 @pytest.fixture(autouse=True)
 def a_known_machine(monkeypatch):
     """Four CPUs and an interpreter of 100 MiB: the choice is then a matter of arithmetic."""
@@ -65,6 +71,14 @@ def test_a_unit_is_the_largest_of_its_steps(terms, expected):
     assert found == (expected + 1) * MIB
 
 
+def test_each_object_of_a_unit_counts():
+    few = work((1 << 20,), (1 << 20,), (1 << 10,))
+    assert few.task((1 << 20,)) == 2 * MIB + 4 * MIB + 8 + MIB + (1024 + 1) * workers.OBJECT_BYTES
+    many = workers.arrange(work((1 << 22,), (1,), (1,)), "threads", 1, 8 << 30)
+    assert many.unit_shape == (workers.MOST_OBJECTS,)
+
+
+@pytest.mark.usefixtures("objects_for_nothing")
 def test_a_task_in_terms_of_shapes():
     # source objects of 1 MiB, target objects of 4 MiB; 16 to a unit: computing 2 * 16 + 64, writing 64 + 3 * 4
     scale = 4 + 4  # one float32, as cut and as computed with
@@ -85,6 +99,7 @@ def test_a_task_in_terms_of_shapes():
     assert narrow.task((1024, 1024)) == MIB // 4 + MIB // 4 + 3 * MIB + scale + MIB
 
 
+@pytest.mark.usefixtures("objects_for_nothing")
 def test_parameters_and_bookkeeping_are_in_it():
     spec, _ = chunkq.DequantizeLinear(np.ones(64, np.float32), axis=0).bind((64, 4096), "uint8")
     given = workers.Work(spec, (64, 4096), (64, 4096), (64, 4096), stored=(100,), held=256)
