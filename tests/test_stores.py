@@ -264,7 +264,9 @@ def test_the_document_of_the_data_is_written_last(target, monkeypatch):
     before = contents.get(target, "zero_point/c/0")
     contents.put(target, "zero_point/c/0", b"whole, for all that is looked at")
     scale = quantized(target)
-    np.testing.assert_array_equal(admitted(target)["scale"][:], scale)  # what is lost is written again, and nothing else
+    np.testing.assert_array_equal(
+        admitted(target)["scale"][:], scale
+    )  # what is lost is written again, and nothing else
     assert contents.get(target, "zero_point/c/0") != before
 
 

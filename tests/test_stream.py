@@ -208,7 +208,7 @@ print(total, peak)
 @pytest.mark.slow
 def test_memory_stays_within_the_limit_and_flat(tmp_path):
     """10 and 100 units of 16 MiB, by a consumer that takes its time."""
-    limit, rows = 256 << 20, 1 << 20
+    limit, rows = 320 << 20, 1 << 20
     peaks = {}
     for units in (10, 100):
         path = str(tmp_path / f"{units}.zarr")
