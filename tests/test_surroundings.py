@@ -63,9 +63,7 @@ def test_a_run_inside_a_task_of_a_cluster_in_this_process(tmp_path):
         return chunkq.plan(OP, source, tmp_path / "y.zarr").run().units_done
 
     with (
-        LocalCluster(
-            n_workers=1, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0", host="127.0.0.1"
-        ) as cluster,
+        LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster) as client,
     ):
         # the only thread of the only worker does not wait for itself
