@@ -37,7 +37,7 @@ FETCH_BYTES = 256 * 1024
 CALL_BYTES = 128 * 1024
 #: What zarr keeps of each object of a region while it reads or writes it (2 KB measured); most objects gathered to a unit.
 OBJECT_BYTES = 3 * 1024
-MOST_OBJECTS = 4096
+GATHERED_AT_MOST = 4096
 #: A gain in time below this is not worth any memory.
 WORTH_IT = 1.02
 #: Codecs whose decoder holds no more than encoded and decoded bytes and one copy; others join a list of pieces as well.
@@ -201,7 +201,7 @@ class Work:
         limits = [
             min(size // self.itemsizes[1], prod(spec.shape) // parallel) for size in (UNIT_BYTES, UNIT_BYTES // 8, 0)
         ]
-        most = MOST_OBJECTS * prod(self.target_object)
+        most = GATHERED_AT_MOST * prod(self.target_object)
         return [
             tuple(dict.fromkeys(grid.grow(unit, spec.shape, min(limit, most), last) for limit in limits))
             for unit in chain

@@ -75,7 +75,7 @@ def test_each_object_of_a_unit_counts():
     few = work((1 << 20,), (1 << 20,), (1 << 10,))
     assert few.task((1 << 20,)) == 2 * MIB + 4 * MIB + 8 + MIB + (1024 + 1) * workers.OBJECT_BYTES
     many = workers.arrange(work((1 << 22,), (1,), (1,)), "threads", 1, 8 << 30)
-    assert many.unit_shape == (workers.MOST_OBJECTS,)
+    assert many.unit_shape == (workers.GATHERED_AT_MOST,)
 
 
 @pytest.mark.usefixtures("objects_for_nothing")
