@@ -26,7 +26,7 @@ def run(*arguments):
     command = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
     # -m finds the benchmarks in the current folder, which the safe path of the other tests leaves out
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
 
 
 @pytest.mark.parametrize("suite", ["kernels", "pipeline"])

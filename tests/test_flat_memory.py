@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import subprocess
 import sys
 
@@ -41,15 +40,26 @@ def source(folder, units, dtype="uint8", **layout):
     return path
 
 
+# not the ru_maxrss of a child, in which its parent's memory counts until it becomes a program of its own
+TELLING = """
+import atexit, re, runpy, sys
+def tell():
+    sys.stderr.write("VmHWM " + re.search(r"VmHWM:\\s+([0-9]+)", open("/proc/self/status").read())[1])
+atexit.register(tell)
+how, what, *sys.argv[1:] = sys.argv[1:]
+if how == "-m":
+    runpy.run_module(what, run_name="__main__", alter_sys=True)
+else:
+    exec(what)
+"""
+
+
 def measured(*command):
     """What a command printed, and the peak of its resident memory."""
-    process = subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True)
-    out = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    process.stdout.close()
-    assert process.returncode == 0
-    return out, usage.ru_maxrss * 1024
+    line = [sys.executable, "-c", TELLING, *map(str, command)]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, int(done.stderr.rpartition("VmHWM ")[2]) * 1024
 
 
 STREAM = """

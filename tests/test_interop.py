@@ -270,14 +270,14 @@ def test_runs_in_other_processes(tmp_path, monkeypatch, kind, forced):
         return
     local = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0", "host": "127.0.0.1"}
     with LocalCluster(**local) as cluster, Client(cluster) as client:
-        assert set(client.run(_active).values()) == {forced}
+
+        def active():  # goes to the workers as it is: they cannot import the tests
+            from chunkq.kernels import ISA
+
+            return ISA
+
+        assert set(client.run(active).values()) == {forced}
         run_all(client)
-
-
-def _active():
-    from chunkq.kernels import ISA
-
-    return ISA
 
 
 def test_the_forced_instruction_set_is_used():
