@@ -317,7 +317,11 @@ def interrupt(command, number, moment):
     workers = descendants(process.pid)
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     out, err = process.communicate(timeout=PATIENCE)
-    return process.returncode, out, err, all_ended(workers)
+    code = process.returncode
+    if code == -signal.SIGINT and err.endswith("the same command continues\n"):
+        # CPython ends with the signal itself, which a shell shows as 130, where it arrived inside exec (a dataclass being made)
+        code = 128 + signal.SIGINT
+    return code, out, err, all_ended(workers)
 
 
 def without_json(command):
