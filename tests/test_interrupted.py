@@ -319,7 +319,7 @@ def interrupt(command, number, moment):
     out, err = process.communicate(timeout=PATIENCE)
     code = process.returncode
     if code == -signal.SIGINT and err.endswith("the same command continues\n"):
-        # CPython ends with the signal itself, which a shell shows as 130, where it arrived inside exec (a dataclass being made)
+        # where it arrived inside exec (a dataclass being made) CPython ends with the signal, which a shell shows as 130
         code = 128 + signal.SIGINT
     return code, out, err, all_ended(workers)
 
