@@ -64,6 +64,8 @@ def measured(*command):
 
 STREAM = """
 import sys, numpy, chunkq
+from chunkq.memory import keep_memory_flat
+keep_memory_flat()  # as the command line does
 op = chunkq.DequantizeLinear(numpy.float32(0.5))
 print(sum(1 for _ in chunkq.stream(op, sys.argv[1], max_mem=int(sys.argv[2]), workers=2)))
 """
