@@ -346,7 +346,7 @@ def _folder(size: int = 0) -> Iterator[str]:
 
 def _environment() -> dict[str, str]:
     """Other processes import what this one does."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in (os.getcwd(), *sys.path) if path)}
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in (*sys.path, os.getcwd()) if path)}
 
 
 def _memory(pid: int | str, name: str) -> int:

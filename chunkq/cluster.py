@@ -29,6 +29,9 @@ AHEAD, AHEAD_AT_LEAST = 4, 16
 LOOK = 2.0
 PATIENCE = 600.0
 
+#: Tasks that may be lost one after the other, none in between done, before a run is given up.
+LOST_IN_A_ROW = 200
+
 #: Seconds a scheduler has to answer.
 ANSWER_WITHIN = 5.0
 
@@ -158,6 +161,7 @@ class _Window:
         self.alone = False
         self.room = 0
         self._sent = 0
+        self._lost = 0
         self._looked = self._seen = time.monotonic()
         self._look()
         self.held = _send_job(client, job)
@@ -214,6 +218,7 @@ class _Window:
             if batch is None:
                 self._failed(units, future, alone)
             else:
+                self._lost = 0
                 self.units.learn(units, batch)
                 yield batch
 
@@ -233,6 +238,12 @@ class _Window:
         elif self.client.status != "running":
             raise _gone()
         else:
+            self._lost += 1
+            if self._lost > LOST_IN_A_ROW:
+                raise RunError(
+                    f"{self._lost} tasks in a row were lost on the cluster and none was done; do its workers have chunkq "
+                    "installed, in this version? Their logs say more"
+                )
             self.units.give_back(units)
 
     def _blame(self, units: tuple[int, ...], error: BaseException, alone: bool) -> None:
