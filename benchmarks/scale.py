@@ -346,7 +346,9 @@ def _folder(size: int = 0) -> Iterator[str]:
 
 def _environment() -> dict[str, str]:
     """Other processes import what this one does."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in (*sys.path, os.getcwd()) if path)}
+    # a safe path: `-m` would put the current folder, a source tree perhaps not built, before the installed package
+    paths = os.pathsep.join(path for path in (*sys.path, os.getcwd()) if path)
+    return os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
 
 
 def _memory(pid: int | str, name: str) -> int:

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import time
 import warnings
 from collections import Counter
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import cloudpickle
 import numpy as np
 import pytest
 import zarr
@@ -29,6 +31,10 @@ from chunkq.lock import LOCK
 from chunkq.memory import MIB
 from chunkq.store import Handle
 from chunkq.units import Job
+
+# its functions go to other processes as they are: those cannot import the tests
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
 
 UNITS = 80
 X = np.random.default_rng(0).integers(-128, 128, (UNITS, 32), dtype=np.int8)
