@@ -19,7 +19,7 @@ import dask
 
 from chunkq.errors import ChunkqError, RunError, SpecError
 from chunkq.execute import Batch, Counter, Task, Units, run_batch, task_key
-from chunkq.memory import peak_of_tree, reset_peak
+from chunkq.memory import own_peak, reset_peak
 from chunkq.units import Job, describe_region
 
 #: Tasks sent out ahead for each thread of the cluster, and at least in all.
@@ -288,10 +288,6 @@ def run_on_cluster(job: Job, task: Task, indices: Sequence[int], client: Any, co
         raise
 
 
-def _own_peak() -> int:
-    return sum(peak_of_tree().values())
-
-
 def forget_peaks(client: Any) -> None:
     """Let every worker measure its peak from now on."""
     client.run(reset_peak, on_error="ignore")
@@ -299,5 +295,5 @@ def forget_peaks(client: Any) -> None:
 
 def highest_peak(client: Any) -> int:
     """The highest peak of resident bytes among the workers that are there."""
-    peaks = client.run(_own_peak, on_error="ignore").values()
+    peaks = client.run(own_peak, on_error="ignore").values()
     return max((p for p in peaks if isinstance(p, int)), default=0)

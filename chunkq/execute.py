@@ -24,7 +24,7 @@ import dask.multiprocessing
 import dask.threaded
 
 from chunkq.errors import RunError
-from chunkq.memory import keep_memory_flat, peak_of_tree
+from chunkq.memory import children, keep_memory_flat, peak_of_tree
 from chunkq.units import Job, Outcome, one_object_at_a_time
 
 #: Tasks handed to a scheduler at once, and the first time, when nobody knows how long a unit takes; bounds the graph.
@@ -106,6 +106,8 @@ class Counter:
         self.outcomes: list[Outcome] = []
         self.peak = 0
         self._peaks: dict[int, int] = {}
+        #: what the caller runs beside is no part of this
+        self._others = frozenset(children(os.getpid()))
         self._looked = 0.0
 
     def posttask(self, key: Any, batch: Batch, *_: Any) -> None:
@@ -126,7 +128,7 @@ class Counter:
     def measure(self) -> None:
         """Look at the memory of the process tree."""
         self._looked = time.monotonic()
-        for pid, peak in peak_of_tree().items():
+        for pid, peak in peak_of_tree(self._others).items():
             self._peaks[pid] = max(peak, self._peaks.get(pid, 0))
         self.peak = sum(self._peaks.values())
 

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from chunkq.errors import SpecError
@@ -100,7 +101,8 @@ def reset_peak() -> None:
         return  # not Linux, or not allowed: the peak then includes the past and is only larger
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """Processes that a process has started and that live."""
     found = []
     try:
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -110,17 +112,24 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def peak_of_tree() -> dict[int, int]:
+def own_peak() -> int:
+    """Peak resident bytes of this process, since the last `reset_peak` where there was one."""
+    return _status("self", "VmHWM") or _peak_by_rusage()
+
+
+def peak_of_tree(without: Collection[int] = ()) -> dict[int, int]:
     """Peak resident bytes of this process and of each of its living descendants, by process id.
 
     Their sum is an upper bound of the tree's true peak: the peaks need not coincide, and shared pages count twice.
+    Children in `without`, and theirs, are left out.
     """
-    peaks: dict[int, int] = {}
-    pids = [os.getpid()]
+    peaks = {os.getpid(): own_peak()}
+    pids = children(os.getpid())
     while pids:
         pid = pids.pop()
-        peaks[pid] = _status(pid, "VmHWM") or (_peak_by_rusage() if pid == os.getpid() else 0)
-        pids += _children(pid)
+        if pid not in without:
+            peaks[pid] = _status(pid, "VmHWM")
+            pids += children(pid)
     return peaks
 
 

@@ -13,7 +13,7 @@ import zarr
 
 import chunkq
 from chunkq import grid, workers
-from chunkq.memory import MIB
+from chunkq.memory import MIB, children
 from chunkq.store import object_shape
 
 SHAPE = (30, 40)
@@ -244,6 +244,17 @@ def test_measured_peak_stays_below_the_projected_one_and_is_flat(tmp_path, sched
         assert report["peak_memory"] <= report["projected_memory"] <= report["max_mem"]
         peaks.append(report["peak_memory"])
     assert abs(peaks[1] - peaks[0]) < 24 * MIB
+
+
+def test_processes_that_ran_before_do_not_count(tmp_path):
+    source = write(tmp_path / "x.zarr")
+    hold = [sys.executable, "-c", f"held = b'x' * {128 * MIB}; print(flush=True); input()"]
+    with subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        report = chunkq.plan(OP, source, tmp_path / "y.zarr").run()
+        assert other.pid in children(os.getpid())
+        other.communicate(b"\n")
+    assert report.peak_memory <= report.projected_memory
 
 
 # ---- what is wrong with the data
