@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy as np
+
 from chunkq.dtypes import DEQUANTIZE_LINEAR_X, FLOATS, QUANTIZE_LINEAR_X, QUANTIZED
 from chunkq.errors import SpecError
 from chunkq.operands import described, kind, optional_type, parameter
-from chunkq.ops import Operator
+from chunkq.ops import Operator, operator
 from chunkq.run import Array
 from chunkq.spec import (
     QuantSpec,
@@ -58,7 +60,8 @@ class _Linear(Operator):
         if zero_point is not None:
             checked = parameter("zero_point", zero_point, "float64")
             # a Python number takes the quantized type, which depends on x
-            self.zero_point = zero_point if kind(zero_point) == "number" else checked
+            number = kind(zero_point) == "number" or isinstance(zero_point, np.generic)
+            self.zero_point = zero_point if number else checked
 
     def _params(self, weak_dtype: str, declared: str | None = None) -> tuple[tuple[Any, ...], ZeroPoint]:
         """The parameters as arrays, and what the zero point is; a weak one takes the quantized type."""
@@ -342,15 +345,7 @@ def dequantize_linear(
     >>> chunkq.dequantize_linear(codes, 0.5, x_dtype="float8_e4m3fn")
     array([[  0.5,   1. , 224. ]], dtype=float32)
     """
-    op = DequantizeLinear(
-        scale,
-        zero_point,
-        axis=axis,
-        block_size=block_size,
-        output_dtype=output_dtype,
-        x_dtype=x_dtype,
-        scale_dtype=scale_dtype,
-    )
+    op = operator(DequantizeLinear, scale, zero_point, axis, block_size, output_dtype, x_dtype, scale_dtype)
     return op(x, out=out, n_threads=n_threads)
 
 
@@ -391,16 +386,8 @@ def quantize_linear(
     >>> chunkq.quantize_linear(np.array([0.5, 1.5, 2.5, -0.5], np.float32), 1.0, np.int8(1))
     array([1, 3, 3, 1], dtype=int8)
     """
-    op = QuantizeLinear(
-        scale,
-        zero_point,
-        axis=axis,
-        block_size=block_size,
-        output_dtype=output_dtype,
-        saturate=saturate,
-        precision=precision,
-        x_dtype=x_dtype,
-        scale_dtype=scale_dtype,
+    op = operator(
+        QuantizeLinear, scale, zero_point, axis, block_size, output_dtype, saturate, precision, x_dtype, scale_dtype
     )
     return op(x, out=out, n_threads=n_threads)
 
@@ -443,16 +430,17 @@ def quantize_dequantize(
     >>> chunkq.quantize_dequantize(np.array([0.24, 0.26, 99.0], np.float32), 0.5, np.int8(0))
     array([ 0. ,  0.5, 63.5], dtype=float32)
     """
-    op = QuantizeDequantize(
+    op = operator(
+        QuantizeDequantize,
         scale,
         zero_point,
-        axis=axis,
-        block_size=block_size,
-        quantized_dtype=quantized_dtype,
-        saturate=saturate,
-        precision=precision,
-        output_dtype=output_dtype,
-        x_dtype=x_dtype,
-        scale_dtype=scale_dtype,
+        axis,
+        block_size,
+        quantized_dtype,
+        saturate,
+        precision,
+        output_dtype,
+        x_dtype,
+        scale_dtype,
     )
     return op(x, out=out, n_threads=n_threads)

@@ -6,6 +6,8 @@ Imports spec, run and operands; graph (dask) is imported when a Dask or zarr arr
 from __future__ import annotations
 
 import json
+from functools import lru_cache
+from math import copysign
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,14 +15,25 @@ import numpy as np
 from chunkq.dtypes import FAKE_QUANTIZE_X, from_holder
 from chunkq.errors import SpecError
 from chunkq.operands import described, element_of, kind, parameter
-from chunkq.run import Array, check_out, refuse_masked, run_chunk
+from chunkq.run import Array, check_out, make_call, refuse_masked, run_chunk
 from chunkq.spec import ParamSpec, QuantSpec, Shape, fake_quantize_spec, integer_argument
+from chunkq.threads import thread_count
+
+#: Shapes and types of x that an operator keeps a call for.
+MOST_CALLS = 64
+
+
+def _stays(given: Any, prepared: Array) -> bool:
+    """Whether a prepared parameter stays right: a number does not change, and an array in use as it is changes with it."""
+    if isinstance(given, np.ndarray):
+        return np.may_share_memory(given, prepared)
+    return isinstance(given, (int, float, np.generic)) and not isinstance(given, np.void)
 
 
 class Operator:
     """What the operators share: calling one takes the way that fits the input."""
 
-    __slots__ = ()
+    __slots__ = ("_calls",)
 
     #: The arrays and the attributes an operator is made of, by the standard's names.
     INPUTS: ClassVar[tuple[str, ...]] = ()
@@ -28,6 +41,16 @@ class Operator:
 
     #: The declared element type of x, for x that is held as integers.
     x_dtype: str | None
+
+    #: Calls that are ready, by shape and dtype of x.
+    _calls: dict[tuple[Shape, np.dtype[Any]], Any]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        object.__setattr__(self, "_calls", {})  # they were made of the old value
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        return None, {name: getattr(self, name) for name in (*self.INPUTS, *self.ATTRIBUTES)}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in self.ATTRIBUTES)})"
@@ -96,6 +119,10 @@ class Operator:
         n_threads : int, optional
             Threads for NumPy input; all available CPUs by default, one for small arrays.
         """
+        if type(x) is np.ndarray:
+            call = self._calls.get((x.shape, x.dtype))
+            y = None if call is None else call(x, out, thread_count(n_threads, call.size))
+            return self._in_memory(x, out, n_threads) if y is None else y
         found = kind(x)
         if found == "number" and not isinstance(x, bool):
             x, found = _weak_x(x), "numpy"
@@ -120,10 +147,18 @@ class Operator:
             p if isinstance(p, np.ndarray) else _gathered(param, p)
             for param, p in zip(spec.params, params, strict=True)
         )
-        x = from_holder("x", x, spec.x_dtype)
+        held, x = x, from_holder("x", x, spec.x_dtype)
         if out is not None:
             check_out(spec, x.shape, out, x, values)
-        return run_chunk(spec, x, values, out=out, n_threads=n_threads)
+        if x is not held or x.size == 0 or not x.dtype.isnative:
+            return run_chunk(spec, x, values, out=out, n_threads=n_threads)
+        call, used = make_call(spec, x.shape, values)
+        if all(_stays(getattr(self, p.name), v) for p, v in zip(spec.params, used, strict=False)):
+            if len(self._calls) >= MOST_CALLS:
+                self._calls.clear()
+            self._calls[x.shape, x.dtype] = call
+        y = call(x, out, thread_count(n_threads, x.size))
+        return run_chunk(spec, x, values, out=out, n_threads=n_threads) if y is None else y
 
 
 def _gathered(param: ParamSpec, value: Any) -> Array:
@@ -145,6 +180,30 @@ def _weak_x(x: Any) -> Array:
         return np.asarray(x)
     except ValueError as error:
         raise SpecError("value", f"x is a ragged list: {error}") from error
+
+
+# Types whose values are the same where they are equal; of floats the zeros are not.
+_DISTINCT = frozenset((int, type(None), *(np.dtype(code).type for code in "bBhHiI")))
+_FLOATS = frozenset((float, np.float16, np.float32, np.float64))
+
+
+def operator(made: Any, *values: Any) -> Any:
+    """The operator of a call in one line: `INPUTS` and `ATTRIBUTES` in their order; kept where its inputs are numbers."""
+    for value in values[: len(made.INPUTS)]:
+        if type(value) not in _DISTINCT and (type(value) not in _FLOATS or (not value and copysign(1, value) < 0)):
+            return _made(made, *values)
+    try:
+        return _kept(made, *values)
+    except TypeError:  # an attribute that has no hash: most likely a wrong one, which the operator's error says
+        return _made(made, *values)
+
+
+def _made(made: Any, *values: Any) -> Any:
+    n = len(made.INPUTS)
+    return made(*values[:n], **dict(zip(made.ATTRIBUTES, values[n:], strict=True)))
+
+
+_kept = lru_cache(maxsize=256, typed=True)(_made)
 
 
 class FakeQuantize(Operator):
@@ -259,13 +318,6 @@ def fake_quantize(
     array([[-6., -3., -1.],
            [ 3.,  3.,  1.]], dtype=float32)
     """
-    op = FakeQuantize(
-        input_low,
-        input_high,
-        output_low,
-        output_high,
-        levels,
-        auto_broadcast=auto_broadcast,
-        broadcast_axis=broadcast_axis,
-    )
+    ranges = input_low, input_high, output_low, output_high
+    op = operator(FakeQuantize, *ranges, levels, auto_broadcast, broadcast_axis)
     return op(x, out=out, n_threads=n_threads)

@@ -31,9 +31,6 @@ SHORT_ROW = 1024
 _Rule = tuple[int, int, int]
 _Axes = list[tuple[int, list[Any]]]
 
-_RUNNERS = {"float32": kernels.run_float32, "float64": kernels.run_float64}
-
-
 _NO_ZERO_POINT = np.zeros(1, np.float32)
 _NO_ZERO_POINT.flags.writeable = False
 
@@ -74,10 +71,9 @@ def _collapse(shape: Shape, steps: tuple[Shape, ...], phases: tuple[Shape, ...],
 
 
 @lru_cache(maxsize=4096)
-def _geometry(
-    shape: Shape, steps: tuple[Shape, ...], phases: tuple[Shape, ...]
-) -> tuple[Array, tuple[Shape, ...], int]:
-    """The kernels' table for a region (see _kernels.pyx), the parameters' shapes, how often to repeat their values."""
+def _geometry(spec: QuantSpec, shape: Shape, phases: tuple[Shape, ...]) -> tuple[Array, tuple[int, ...], int]:
+    """The kernels' table for a region (see _kernels.pyx), the parameters' sizes, how often to repeat their values."""
+    steps = tuple(p.steps for p in spec.params)
     lengths = tuple(
         tuple(-(-(f + n) // k) if k else 1 for n, k, f in zip(shape, *rule, strict=True))
         for rule in zip(steps, phases, strict=True)
@@ -95,16 +91,12 @@ def _geometry(
     if len(steps) == 1:
         axes = [(n, [*rules, (0, 0, 0)]) for n, rules in axes]  # the zero point that is not there
     table = np.array([[n, *chain.from_iterable(rules)] for n, rules in axes], np.intp).T.copy()
-    return table, lengths, repeats
+    return table, tuple(map(prod, lengths)), repeats
 
 
 def _is_plain(x: Array) -> bool:
     """Whether x is what a kernel takes: contiguous, aligned, native memory."""
     return bool(x.flags.c_contiguous and x.flags.aligned and x.dtype.isnative)
-
-
-def _bytes(x: Array) -> Array:
-    return x.view(np.ndarray).reshape(-1).view(np.uint8)
 
 
 def refuse_masked(name: str, value: Any) -> None:
@@ -212,6 +204,23 @@ def check_out(spec: QuantSpec, shape: Shape, out: Array, x: Array, params: tuple
             raise SpecError("out", f"out overlaps {param.name}; pass other memory")
 
 
+def make_call(
+    spec: QuantSpec, shape: Shape, params: tuple[Array, ...], start: Shape | None = None
+) -> tuple[Any, tuple[Array, ...]]:
+    """The kernels' call for a region of that shape, and the parameters as it reads them."""
+    values = prepare_params(spec, params)
+    phases = tuple(p.phases(start) for p in spec.params) if start else ((0,) * len(shape),) * len(params)
+    table, sizes, repeats = _geometry(spec, shape, phases)
+    for param, value, size in zip(spec.params, params, sizes, strict=True):
+        if value.size != size:
+            raise AssertionError(f"{param.name} was cut to {value.shape}; the region needs {size} elements")
+    if repeats > 1:
+        values = tuple(np.tile(v, repeats) if v.size > 1 else v for v in values)
+    dtype = ELEMENT_TYPES[spec.y_dtype].dtype
+    stream = prod(shape) * dtype.itemsize >= STREAM_BYTES
+    return kernels.Call(kernel_settings(spec), spec.levels, table, shape, dtype, stream, *values), values
+
+
 def run_chunk(
     spec: QuantSpec,
     x: Array,
@@ -238,30 +247,14 @@ def run_chunk(
         None for as many as the region is worth.
     """
     element_name(x.dtype, "x", (spec.x_dtype,))  # a lazy array may promise another type than it delivers
-    values = prepare_params(spec, params)
     if x.size == 0:
+        prepare_params(spec, params)  # for its checks
         return np.empty(x.shape, ELEMENT_TYPES[spec.y_dtype].dtype) if out is None else out
-    start = start or (0,) * x.ndim
-    table, param_shapes, repeats = _geometry(
-        x.shape, tuple(p.steps for p in spec.params), tuple(p.phases(start) for p in spec.params)
-    )
-    for param, value, expected in zip(spec.params, params, param_shapes, strict=True):
-        if value.size != prod(expected):
-            raise AssertionError(f"{param.name} was cut to {value.shape}; the region needs {expected}")
-    if repeats > 1:
-        values = tuple(np.tile(v, repeats) if v.size > 1 else v for v in values)
+    call, _ = make_call(spec, x.shape, params, start)
     in_place = out is not None and _is_plain(out)
     y = out if out is not None and in_place else np.empty(x.shape, ELEMENT_TYPES[spec.y_dtype].dtype)
-    _RUNNERS[spec.compute_dtype](
-        kernel_settings(spec),
-        spec.levels,
-        _bytes(x if _is_plain(x) else np.array(x, x.dtype.newbyteorder("="), order="C", subok=False)),
-        _bytes(y),
-        table,
-        y.nbytes >= STREAM_BYTES,
-        thread_count(n_threads, x.size),
-        *values,
-    )
+    plain = x if _is_plain(x) else np.array(x, x.dtype.newbyteorder("="), order="C", subok=False)
+    call.run(plain, y, thread_count(n_threads, x.size))
     if out is None or in_place:
         return y
     out[...] = y

@@ -147,6 +147,8 @@ class QuantSpec:
 
 def as_integer(value: object) -> int | None:
     """The plain int of an integer, None for all else: True and 1.0 compare equal to 1 and would be taken for it."""
+    if type(value) is int:
+        return value
     if isinstance(value, bool) or not isinstance(value, Integral):
         return None
     return int(value)

@@ -81,6 +81,8 @@ def thread_count(n_threads: int | None, size: int) -> int:
         Reason ``n_threads``.
     """
     if n_threads is None:
+        if size < ELEMENTS_PER_THREAD:
+            return 1
         return 1 if _single else min(DEFAULT_THREADS, size // ELEMENTS_PER_THREAD + 1)
     wanted = as_integer(n_threads)
     if wanted is None or wanted < 1:

@@ -48,9 +48,20 @@ def settings(op=0, x_code=0, q_code=0, y_code=6, division=6, low=0, high=255, ov
 
 
 def launch(isa_module, table, params=(3, 3), x=24, y=24):
-    bytes_ = np.zeros(x, np.uint8), np.zeros(4 * y, np.uint8)
     values = [np.zeros(n, np.float32) for n in params]
-    isa_module.run_float32(settings(), 2, *bytes_, np.array(table, np.intp).T.copy(), False, 1, *values)
+    run_call(
+        isa_module,
+        settings(),
+        np.array(table, np.intp).T.copy(),
+        np.zeros(x, np.uint8),
+        np.zeros(4 * y, np.uint8),
+        values,
+    )
+
+
+def run_call(isa_module, numbers, table, x, y, params, shape=(24,)):
+    call = isa_module.Call(numbers, 2, table, shape, np.dtype(np.float32), False, *params)
+    call.run(x, y, 1)
 
 
 # one list for each axis: size, then step, phase, stride of scale and zero point
@@ -114,7 +125,7 @@ def test_unknown_codes_are_refused(real, op, x_code, y_code, isa):
     table = np.array([[3] + [0] * (6 if op < 3 else 12)], np.intp).T.copy()
     params = [np.ones(1, real)] * (2 if op < 3 else 4)
     with pytest.raises(ValueError, match=r"code|op|narrow"):
-        getattr(run.kernels, f"run_{real}")(settings(op, x_code, 0, y_code), 2, x, y, table, False, 1, *params)
+        run_call(run.kernels, settings(op, x_code, 0, y_code), table, x, y, params, (3,))
 
 
 @pytest.mark.parametrize(
@@ -134,9 +145,9 @@ def test_settings_that_no_loop_is_written_for_are_refused(bad, isa):
     table = np.array([[3] + [0] * 6], np.intp).T.copy()
     params = [np.ones(1, np.float32)] * 2
     x, y = np.zeros(3, np.uint8), np.zeros(12, np.uint8)
-    run.kernels.run_float32(settings(), 2, x, y, table, False, 1, *params)
+    run_call(run.kernels, settings(), table, x, y, params, (3,))
     with pytest.raises(ValueError, match=r"settings|division"):
-        run.kernels.run_float32(settings(**bad), 2, x, y, table, False, 1, *params)
+        run_call(run.kernels, settings(**bad), table, x, y, params, (3,))
 
 
 def test_isa_can_be_forced_and_never_falls_back():

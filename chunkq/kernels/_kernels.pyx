@@ -14,10 +14,13 @@ geometry is a table of integers, one column per collapsed axis, the row last:
     rows 3p+1..   for parameter p: step (0 = constant), phase of the first element in its step, stride in elements
 """
 
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cython.parallel cimport prange
 from libc.math cimport NAN
 from libc.stdint cimport int8_t, int16_t, int32_t, uint8_t, uint16_t, uint32_t, uintptr_t
 from libc.string cimport memcpy
+
+from numpy import empty, ndarray
 
 cdef extern from "elements.h" nogil:
     float cq_rint_f32(float)
@@ -617,52 +620,142 @@ cdef int read_settings(Job* job, const Py_ssize_t[::1] settings, int own) except
     return 0
 
 
-cdef int launch(real top, const Py_ssize_t[::1] settings, const unsigned char[::1] x, unsigned char[::1] y,
-                const Py_ssize_t[:, ::1] geometry, bint stream, int n_threads,
-                const real[::1] p0, const real[::1] p1, const real[::1] p2, const real[::1] p3) except -1:
+cdef bint meet(const void* a, Py_ssize_t a_size, const void* b, Py_ssize_t b_size) noexcept nogil:
+    return <const char*>a < <const char*>b + b_size and <const char*>b < <const char*>a + a_size
+
+
+cdef class Call:
+    """An operator ready for tensors of one shape and one set of parameters, so that a second call costs little more than its
+    elements.
+
+    Parameters
+    ----------
+    settings, geometry : numpy.ndarray of intp
+        See the top of this file.
+    levels : int
+        FakeQuantize's.
+    shape : tuple of int
+        Of x and y.
+    dtype : numpy.dtype
+        Of y.
+    stream : bool
+        Whether results leave the tile past the caches.
+    params : numpy.ndarray of float32, or of float64 for an operator that computes in it
+        Two or four; read at every run, not copied.
+    """
+
     cdef Job job
     cdef Py_ssize_t lengths[MAX_PARAMS]
-    cdef Py_ssize_t items
-    cdef int own = FLOAT32 if real is float else FLOAT64
-    read_settings(&job, settings, own)
-    if n_threads < 1:
-        raise ValueError(f"n_threads {n_threads} is out of range")
-    job.stream = stream
-    job.in_place = not stream and job.y_code == own
-    job.x_size, job.y_size = element_size(job.x_code), element_size(job.y_code)
-    job.total = x.shape[0] // job.x_size
-    if x.shape[0] != job.total * job.x_size or y.shape[0] != job.total * job.y_size:
-        raise ValueError("x and y differ in size")
-    job.n_params = 4 if job.op == FAKE_QUANTIZE else 2
-    lengths[0], lengths[1] = p0.shape[0], p1.shape[0]
-    if job.n_params == 4:
-        if p2 is None or p3 is None:
-            raise ValueError("a parameter is missing")
-        lengths[2], lengths[3] = p2.shape[0], p3.shape[0]
-    if not prepare(&job, geometry, lengths):
+    cdef Py_ssize_t levels
+    cdef bint wide                           # computes in float64
+    cdef readonly Py_ssize_t size
+    cdef object shape, dtype, geometry, params
+
+    def __cinit__(self, settings, Py_ssize_t levels, geometry, tuple shape, dtype, bint stream, *params):
+        cdef Py_ssize_t n = 1
+        cdef int p
+        for size in shape:
+            n *= size
+        self.size, self.levels, self.shape, self.dtype = n, levels, shape, dtype
+        self.geometry, self.params = geometry, params
+        self.wide = len(params) > 0 and params[0].dtype.itemsize == 8
+        read_settings(&self.job, settings, FLOAT64 if self.wide else FLOAT32)
+        self.job.n_params = 4 if self.job.op == FAKE_QUANTIZE else 2
+        if len(params) != self.job.n_params:
+            raise ValueError(f"{len(params)} parameters instead of {self.job.n_params}")
+        for p in range(self.job.n_params):
+            self.take(p, params[p])
+        self.job.x_size, self.job.y_size = element_size(self.job.x_code), element_size(self.job.y_code)
+        self.job.total = n
+        self.job.stream = stream
+        self.job.in_place = not stream and self.job.y_code == (FLOAT64 if self.wide else FLOAT32)
+        prepare(&self.job, geometry, self.lengths)
+
+    cdef int take(self, int p, array) except -1:
+        cdef const double[::1] doubles
+        cdef const float[::1] floats
+        if self.wide:
+            doubles = array
+            self.lengths[p] = doubles.shape[0]
+            self.job.params[p] = &doubles[0] if doubles.shape[0] else NULL
+        else:
+            floats = array
+            self.lengths[p] = floats.shape[0]
+            self.job.params[p] = &floats[0] if floats.shape[0] else NULL
         return 0
-    job.x, job.y = <const char*>&x[0], <char*>&y[0]
-    job.params[0], job.params[1] = &p0[0], &p1[0]
-    if job.n_params == 4:
-        job.params[2], job.params[3] = &p2[0], &p3[0]
-    items = (job.row + job.columns - 1) // job.columns * job.row_blocks
-    with nogil:
-        run_items(&job, items, top, n_threads)
-    return 0
 
+    cdef int launch(self, Py_buffer* x, Py_buffer* y, int n_threads) except -1:
+        cdef Job job = self.job
+        cdef Py_ssize_t items
+        if x.len != job.total * job.x_size or y.len != job.total * job.y_size:
+            raise ValueError("x or y is of another size")
+        if n_threads < 1:
+            raise ValueError(f"n_threads {n_threads} is out of range")
+        if job.total == 0:
+            return 0
+        job.x, job.y = <const char*>x.buf, <char*>y.buf
+        items = (job.row + job.columns - 1) // job.columns * job.row_blocks
+        with nogil:
+            if self.wide:
+                run_items[double](&job, items, <double>(self.levels - 1), n_threads)
+            else:
+                run_items[float](&job, items, <float>(self.levels - 1), n_threads)
+        return 0
 
-def run_float32(const Py_ssize_t[::1] settings, Py_ssize_t levels, const unsigned char[::1] x, unsigned char[::1] y,
-                const Py_ssize_t[:, ::1] geometry, bint stream, int n_threads,
-                const float[::1] p0, const float[::1] p1, const float[::1] p2=None, const float[::1] p3=None):
-    """Apply an operator that computes in float32. x and y are the bytes of contiguous, aligned, native arrays."""
-    launch(<float>(levels - 1), settings, x, y, geometry, stream, n_threads, p0, p1, p2, p3)
+    def run(self, x, y, int n_threads):
+        """From x to y, the bytes of contiguous, aligned, native arrays that overlap nothing (y may be x)."""
+        cdef Py_buffer from_, to
+        PyObject_GetBuffer(x, &from_, PyBUF_SIMPLE)
+        try:
+            PyObject_GetBuffer(y, &to, PyBUF_WRITABLE)
+            try:
+                self.launch(&from_, &to, n_threads)
+            finally:
+                PyBuffer_Release(&to)
+        finally:
+            PyBuffer_Release(&from_)
 
+    def __call__(self, x, out, int n_threads):
+        """The result for an array of the shape and type this was made for, in `out` where that is not None.
 
-def run_float64(const Py_ssize_t[::1] settings, Py_ssize_t levels, const unsigned char[::1] x, unsigned char[::1] y,
-                const Py_ssize_t[:, ::1] geometry, bint stream, int n_threads,
-                const double[::1] p0, const double[::1] p1, const double[::1] p2=None, const double[::1] p3=None):
-    """The same for an operator that computes in float64."""
-    launch(<double>(levels - 1), settings, x, y, geometry, stream, n_threads, p0, p1, p2, p3)
+        None where one of the arrays is not plain, or overlaps another: whoever calls then sees to it.
+        """
+        cdef Py_buffer from_, to
+        if out is None:
+            out = empty(self.shape, self.dtype)
+        elif type(out) is not ndarray or out.shape != self.shape or out.dtype != self.dtype:
+            return None
+        try:
+            PyObject_GetBuffer(x, &from_, PyBUF_SIMPLE)
+        except (BufferError, ValueError):
+            return None
+        try:
+            try:
+                PyObject_GetBuffer(out, &to, PyBUF_WRITABLE)
+            except (BufferError, ValueError):
+                return None
+            try:
+                if not self.is_apart(&from_, &to):
+                    return None
+                self.launch(&from_, &to, n_threads)
+                return out
+            finally:
+                PyBuffer_Release(&to)
+        finally:
+            PyBuffer_Release(&from_)
+
+    cdef bint is_apart(self, Py_buffer* x, Py_buffer* y) noexcept:
+        """Whether both are aligned, and y overlaps neither x nor a parameter."""
+        cdef Py_ssize_t own = 8 if self.wide else 4
+        cdef int p
+        if <uintptr_t>x.buf % <uintptr_t>self.job.x_size or <uintptr_t>y.buf % <uintptr_t>self.job.y_size:
+            return False
+        if meet(x.buf, x.len, y.buf, y.len):
+            return False
+        for p in range(self.job.n_params):
+            if meet(self.job.params[p], self.lengths[p] * own, y.buf, y.len):
+                return False
+        return True
 
 
 def pause_threads() -> bool:
