@@ -14,7 +14,7 @@ import resource
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -63,6 +63,10 @@ class Contender:
         For the table.
     moved : int, optional
         Bytes it reads and writes, where they are not the case's.
+    target : float, optional
+        The ratio that is aimed at: its time over chunkq's, at least this.
+    share : float, optional
+        The same for a copy: chunkq's bytes a second over its own.
     """
 
     run: Callable[[], Any] | None
@@ -71,6 +75,8 @@ class Contender:
     facts: Callable[[Any], dict[str, Any]] = lambda answer: {}
     remark: str = ""
     moved: int | None = None
+    target: float | None = None
+    share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,7 @@ class Row:
     ratio: float | None = None
     moved: int | None = None
     cores: float | None = None  # processor time over wall time: what it used, whatever it was given
+    aim: str = ""  # the target, and whether it was met
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -130,6 +137,16 @@ class Row:
         if self.times and self.moved:
             row["gb_per_second"] = self.moved / self.median / 1e9
         return row
+
+
+def aiming(contenders: dict[str, Contender], share: float | None = None, **targets: float) -> dict[str, Contender]:
+    """The contenders with what is aimed at: ratios by name, and the share of memcpy's bytes a second."""
+    aims = {name: replace(c, target=targets.pop(name, None)) for name, c in contenders.items()}
+    if targets:
+        raise KeyError(f"no such contenders: {', '.join(targets)}")
+    if share is not None:
+        aims["memcpy"] = replace(aims["memcpy"], share=share)
+    return aims
 
 
 def absent(package: str, error: ImportError) -> Contender:
@@ -201,8 +218,21 @@ def measure(case: Case, rounds: int) -> list[Row]:
         facts = contender.facts(last[name]) | {"other_cpus": others}
         own = tuple(times[name])
         used, moved = median(cores[name]), contender.moved or case.moved
-        rows.append(Row(case.name, name, case.elements, "timed", remarks[name], own, ratio, moved, used, facts))
+        aim = _aim(contender, ratio, case.moved)
+        rows.append(Row(case.name, name, case.elements, "timed", remarks[name], own, ratio, moved, used, aim, facts))
     return rows
+
+
+def _aim(contender: Contender, ratio: float | None, moved: int | None) -> str:
+    """What is aimed at beside this contender, and whether this run saw it."""
+    said = []
+    if ratio is not None and contender.target is not None:
+        said.append(f">= {contender.target:g} x: {'met' if ratio >= contender.target else 'MISSED'}")
+    if ratio is not None and contender.share is not None and contender.moved and moved:
+        share = ratio * moved / contender.moved
+        met = "met" if share >= contender.share else "MISSED"
+        said.append(f"{share:.0%} of its bytes/s, >= {contender.share:.0%}: {met}")
+    return "; ".join(said)
 
 
 Series = dict[str, list[float]]
@@ -332,7 +362,7 @@ def format_seconds(seconds: float) -> str:
 
 def _cells(row: Row, rounds: int) -> tuple[str, ...]:
     if row.status != "timed":
-        return row.case, row.contender, "-", "-", "-", "-", "-", "-", row.remark
+        return row.case, row.contender, "-", "-", "-", "-", "-", "-", "-", row.remark
     ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
     times = format_seconds(row.median), format_seconds(min(row.times)), f"{row.spread:.0%}"
     peak = f"peak {row.facts['peak_memory'] / 2**20:.0f} MiB" if "peak_memory" in row.facts else ""
@@ -340,12 +370,12 @@ def _cells(row: Row, rounds: int) -> tuple[str, ...]:
     noise = f"other processes kept {others:.1f} CPUs busy" if others >= NOISE and row.contender == SUBJECT else ""
     fewer = f"{len(row.times)} rounds" if len(row.times) < rounds and row.contender == SUBJECT else ""
     remark = "; ".join(filter(None, (row.remark, peak, fewer, noise)))
-    return row.case, row.contender, *times, f"{row.cores:.1f}", row.rate, ratio, remark
+    return row.case, row.contender, *times, f"{row.cores:.1f}", row.rate, ratio, row.aim, remark
 
 
 def markdown(rows: list[Row], about: dict[str, Any], legend: str) -> str:
     """The table, with what the figures depend on above it."""
-    head = ("case", "contender", "median", "min", "spread", "cores", "rate", "time / chunkq's", "remark")
+    head = ("case", "contender", "median", "min", "spread", "cores", "rate", "time / chunkq's", "target", "remark")
     table = [head, tuple("-" * len(h) for h in head), *(_cells(row, about["rounds"]) for row in rows)]
     widths = [max(len(line[i]) for line in table) for i in range(len(head) - 1)] + [0]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in table]

@@ -5,7 +5,6 @@ Every contender writes into an output that was allocated, and touched, before; t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,13 +12,33 @@ import ml_dtypes
 import numpy as np
 
 import chunkq
-from benchmarks.frame import SUBJECT, Array, Case, Contender, Maker, absent, exact, within_one_level
-from chunkq.threads import DEFAULT_THREADS
+from benchmarks import calls
+from benchmarks.frame import Array, Case, Contender, Maker, aiming, exact, within_one_level
+from benchmarks.inputs import (
+    LEVELS,
+    Parameters,
+    Shape,
+    blank,
+    broadcast,
+    fake_quantize_numpy,
+    float8_values,
+    integers,
+    own,
+    parameter_shape,
+    up,
+    weights,
+)
+from benchmarks.peers import (
+    memcpy,
+    ml_dtypes_cast,
+    numexpr_dequantize,
+    onnxruntime_contender,
+    openvino_fake_quantize,
+    torch_cast,
+)
 
 ELEMENTS = 1 << 26
 QUICK_ELEMENTS = 1 << 24
-SMALL = 1024
-LEVELS = 256
 
 LEGEND = """\
 - chunkq, onnxruntime and OpenVINO are given all cores; "cores" is what each used (processor time over wall time), and
@@ -35,18 +54,12 @@ LEGEND = """\
 - memcpy: np.copyto of a float32 array of as many elements, one thread.
 - GB/s are the bytes of x and of the result; parameters, temporaries and what is between two calls are not counted."""
 
-Shape = tuple[int, ...]
-Block = int | Shape
-
-#: For the axis cases of the operators that read float32.
+#: For the axis cases of QuantizeDequantize.
 AXES = ("first axis", "last axis")
 
-
-def blank(shape: Shape, dtype: Any = np.float32) -> Array:
-    """An output whose pages are there already, and whose content (NaN, -1) no contender can be credited with."""
-    y = np.empty(shape, dtype)
-    y.view(np.uint8).fill(0xFF)
-    return y
+# what is aimed at: least ratios, and the share of memcpy's bytes a second
+OTHER_AXES = {"onnxruntime": 1.2, "NumPy": 10, "share": 0.75}
+LAST_AXIS = {"onnxruntime": 7, "share": 0.65}
 
 
 def cases(elements: int) -> dict[str, Maker]:
@@ -67,128 +80,31 @@ def cases(elements: int) -> dict[str, Maker]:
         made[name] = partial(make, name, *arguments, **options)
 
     for what, layout in layouts.items():
-        add(dequantize_case, f"DequantizeLinear uint8, {what}", *layout)
-    name, beside = "DequantizeLinear int8, blocks of 32 on the last axis", {"last axis": 1, "first axis": 0}
-    add(dequantize_case, name, matrix, 1, 32, "i1", beside=beside)
+        last = layout[1] is not None and layout[1] == len(layout[0]) - 1
+        add(dequantize_case, f"DequantizeLinear uint8, {what}", *layout, aims=LAST_AXIS if last else OTHER_AXES)
+    add(dequantize_case, "DequantizeLinear int8, first axis", *layouts["first axis"], dtype="i1", aims=OTHER_AXES)
+    name, beside = "DequantizeLinear int8, blocks of 32 on the {} axis", {"last axis": 1, "first axis": 0}
+    add(dequantize_case, name.format("last"), matrix, 1, 32, "i1", beside=beside, aims={"onnxruntime": 4})
+    add(dequantize_case, name.format("first"), matrix, 0, 32, "i1", aims={"onnxruntime": 1.3})
     for to in "float16", "bfloat16":
         name = f"DequantizeLinear int8 to {to}, first axis"
         add(dequantize_case, name, *layouts["first axis"], 0, "i1", to, beside={"to float32": 0})
     for to in "float32", "bfloat16":
         add(float8_case, f"DequantizeLinear float8_e4m3fn to {to}, blocks of 128 x 128", matrix, to)
-    for what in AXES:
-        # on the last axis onnxruntime needs 17 to 60 ns an element, many times what it needs on the first
-        most = 3 if what == "last axis" else None
-        add(quantize_case, f"QuantizeLinear float32 to int8, {what}", *layouts[what], most_rounds=most)
-    add(quantize_case, "QuantizeLinear float32 to int8, per tensor", *layouts["per tensor"])
+    for what in "per tensor", "first axis", "middle axis":
+        aims = {"onnxruntime": 1, "share": 0.75}
+        add(quantize_case, f"QuantizeLinear float32 to int8, {what}", *layouts[what], aims=aims)
+    # there onnxruntime needs 17 to 60 ns an element, many times what it needs on the first axis
+    aims = {"onnxruntime": 50, "share": 0.65}
+    add(quantize_case, "QuantizeLinear float32 to int8, last axis", *layouts["last axis"], aims=aims, most_rounds=3)
     for what in AXES:
         add(quantize_dequantize_case, f"QuantizeDequantize float32 through int8, {what}", *layouts[what])
-    for what in AXES:
+    for what in "first axis", "middle axis", "last axis":
         add(fake_quantize_case, f"FakeQuantize float32, {what}", *layouts[what])
-    made["DequantizeLinear uint8, small call"] = small_case
-    return made
-
-
-def up(elements: int, row: int) -> int:
-    """How many rows of that many elements make up the tensor; at least one."""
-    return max(1, elements // row)
-
-
-def memcpy(like: Array) -> Contender:
-    target = blank(like.shape)
-
-    def run() -> Array:
-        np.copyto(target, like)
-        return target
-
-    return Contender(run, exact(like), moved=2 * like.nbytes)
-
-
-def own(op: Any, x: Array, expected: Array) -> dict[str, Contender]:
-    """chunkq on all cores, and on one."""
-
-    def contender(**options: int) -> Contender:
-        return Contender(partial(op, x, out=blank(x.shape, expected.dtype), **options), exact(expected))
-
-    return {SUBJECT: contender(), "chunkq, 1 thread": contender(n_threads=1)}
+    return made | calls.cases(elements)
 
 
 # ---- DequantizeLinear, QuantizeLinear
-
-
-def blocks(shape: Shape, axis: int | None, block: Block) -> Shape:
-    """The elements of x for one of a blocked parameter, along each axis."""
-    return block if isinstance(block, tuple) else tuple(block if a == axis else 1 for a in range(len(shape)))
-
-
-def parameter_shape(shape: Shape, axis: int | None, block: Block) -> Shape:
-    if block:
-        return tuple(-(-n // b) for n, b in zip(shape, blocks(shape, axis, block), strict=True))
-    return () if axis is None else (shape[axis],)
-
-
-def broadcast(p: Array, shape: Shape, axis: int | None, block: Block) -> Array:
-    """The parameter in a shape that NumPy broadcasts to x's."""
-    if block:
-        for a, b in enumerate(blocks(shape, axis, block)):
-            p = np.repeat(p, b, a)
-        return p[tuple(slice(n) for n in shape)]
-    return p if axis is None else p.reshape(tuple(n if a == axis else 1 for a, n in enumerate(shape)))
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """Scale and zero point, as the operators take them and (`wide_`) as NumPy broadcasts them; NumPy's formulas.
-
-    Those that end in `_into` give the same bits without temporaries: `wide` is float32 to compute in, `y` the answer.
-    """
-
-    axis: int
-    block: Block
-    scale: Array
-    zero_point: Array
-    wide_scale: Array
-    wide_zero: Array
-
-    @classmethod
-    def random(cls, shape: Shape, axis: int | None, block: Block, dtype: Any) -> Parameters:
-        rng = np.random.default_rng(1)
-        of = parameter_shape(shape, axis, block)
-        scale = rng.uniform(0.001, 0.1, of).astype(np.float32)
-        zero_point = np.asarray(integers(rng, of, dtype))
-        wide = (broadcast(p, shape, axis, block) for p in (scale, zero_point.astype(np.float32)))
-        return cls(axis or 0, block, scale, zero_point, *wide)
-
-    @property
-    def limits(self) -> np.iinfo:
-        return np.iinfo(self.zero_point.dtype)
-
-    def bound(self, operator: Any, **options: Any) -> Any:
-        return operator(self.scale, self.zero_point, axis=self.axis, block_size=self.block, **options)
-
-    def dequantize(self, x: Array) -> Array:
-        return (x.astype(np.float32) - self.wide_zero) * self.wide_scale
-
-    def dequantize_into(self, x: Array, wide: Array, y: Array) -> Array:
-        np.subtract(x, self.wide_zero, out=wide, dtype=np.float32)
-        return np.multiply(wide, self.wide_scale, out=y, dtype=np.float32, casting="unsafe")
-
-    def quantize(self, x: Array) -> Array:
-        codes = np.rint(x / self.wide_scale) + self.wide_zero
-        return np.clip(codes, self.limits.min, self.limits.max).astype(self.zero_point.dtype)
-
-    def quantize_into(self, x: Array, wide: Array, y: Array) -> Array:
-        np.divide(x, self.wide_scale, out=wide)
-        np.rint(wide, out=wide)
-        np.add(wide, self.wide_zero, out=wide)
-        np.clip(wide, self.limits.min, self.limits.max, out=wide)
-        np.copyto(y, wide, casting="unsafe")
-        return y
-
-
-def integers(rng: np.random.Generator, shape: Shape, dtype: Any) -> Array:
-    """All values of the type, equally often."""
-    limits = np.iinfo(dtype)
-    return rng.integers(limits.min, limits.max, shape, dtype, endpoint=True)
 
 
 def dequantize_case(
@@ -199,6 +115,7 @@ def dequantize_case(
     dtype: str = "u1",
     to: str = "float32",
     beside: dict[str, int] | None = None,
+    aims: dict[str, float] | None = None,
 ) -> Case:
     """`beside`: axes along which chunkq takes the same x to float32, for comparison."""
     x = integers(np.random.default_rng(0), shape, dtype)
@@ -216,12 +133,13 @@ def dequantize_case(
         contenders[f"chunkq, {what}"] = beside_contender(x, other)
     if to == "float32":  # onnxruntime has the result in the type of scale
         contenders["onnxruntime"] = onnxruntime_contender("DequantizeLinear", x, p, expected)
+        contenders["numexpr"] = numexpr_dequantize(x, p, expected)
     contenders |= {
         "NumPy": Contender(as_written, exact(expected)),
         "NumPy, out=": Contender(partial(p.dequantize_into, x, wide, y), exact(expected)),
         "memcpy": memcpy(unrounded),
     }
-    return Case(name, x.size, contenders, moved=x.nbytes + expected.nbytes)
+    return Case(name, x.size, aiming(contenders, **(aims or {})), moved=x.nbytes + expected.nbytes)
 
 
 def beside_contender(x: Array, axis: int) -> Contender:
@@ -232,7 +150,9 @@ def beside_contender(x: Array, axis: int) -> Contender:
     return Contender(run, exact(expected), moved=x.nbytes + expected.nbytes)
 
 
-def quantize_case(name: str, shape: Shape, axis: int | None, most_rounds: int | None = None) -> Case:
+def quantize_case(
+    name: str, shape: Shape, axis: int | None, aims: dict[str, float], most_rounds: int | None = None
+) -> Case:
     p = Parameters.random(shape, axis, 0, np.int8)
     x = weights(p, shape)
     expected = p.quantize(x)
@@ -243,7 +163,7 @@ def quantize_case(name: str, shape: Shape, axis: int | None, most_rounds: int | 
         "NumPy, out=": Contender(partial(p.quantize_into, x, wide, y), exact(expected)),
         "memcpy": memcpy(x),
     }
-    return Case(name, x.size, contenders, moved=x.nbytes + expected.nbytes, most_rounds=most_rounds)
+    return Case(name, x.size, aiming(contenders, **aims), moved=x.nbytes + expected.nbytes, most_rounds=most_rounds)
 
 
 def quantize_dequantize_case(name: str, shape: Shape, axis: int) -> Case:
@@ -272,59 +192,6 @@ def quantize_dequantize_case(name: str, shape: Shape, axis: int) -> Case:
     return Case(name, x.size, contenders, moved=x.nbytes + expected.nbytes)
 
 
-def weights(p: Parameters, shape: Shape) -> Array:
-    """float32 that fills int8 as calibrated scales let it: about one value in a thousand is beyond the ends."""
-    codes = np.random.default_rng(0).standard_normal(shape, np.float32) * 40
-    return (codes - p.wide_zero) * p.wide_scale
-
-
-def onnxruntime_contender(operator: str, x: Array, p: Parameters, expected: Array) -> Contender:
-    try:
-        import onnx
-        import onnxruntime
-    except ImportError as error:
-        return absent("onnx onnxruntime", error)
-    y = blank(x.shape, expected.dtype)
-    session = onnxruntime.InferenceSession(
-        linear_model(onnx, operator, x, p, expected).SerializeToString(),
-        session_options(onnxruntime),
-        providers=["CPUExecutionProvider"],
-    )
-    source = onnxruntime.OrtValue.ortvalue_from_numpy(x)
-    binding = session.io_binding()
-    binding.bind_ortvalue_input("x", source)
-    binding.bind_output("y", "cpu", 0, y.dtype.type, y.shape, y.ctypes.data)
-
-    def run() -> Array:
-        session.run_with_iobinding(binding)
-        return y
-
-    return Contender(run, exact(expected))
-
-
-def session_options(onnxruntime: Any) -> Any:
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = DEFAULT_THREADS
-    # idle threads that spin would slow whoever is timed next
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return options
-
-
-def linear_model(onnx: Any, operator: str, x: Array, p: Parameters, y: Array) -> Any:
-    attributes = {"axis": p.axis} | ({"block_size": p.block} if p.block else {})
-    code = onnx.helper.np_dtype_to_tensor_dtype
-    graph = onnx.helper.make_graph(
-        [onnx.helper.make_node(operator, ["x", "scale", "zero_point"], ["y"], **attributes)],
-        "linear",
-        [onnx.helper.make_tensor_value_info("x", code(x.dtype), x.shape)],
-        [onnx.helper.make_tensor_value_info("y", code(y.dtype), y.shape)],
-        [onnx.numpy_helper.from_array(p.scale, "scale"), onnx.numpy_helper.from_array(p.zero_point, "zero_point")],
-    )
-    opset = onnx.helper.make_opsetid("", 21 if p.block else 13)
-    return onnx.helper.make_model(graph, opset_imports=[opset], ir_version=10 if p.block else 8)
-
-
 # ---- float8
 
 
@@ -344,56 +211,12 @@ def float8_case(name: str, shape: Shape, to: str) -> Case:
         contenders[f"ml_dtypes, cast only, to {cast_to}"] = ml_dtypes_cast(x, cast)
         contenders[f"torch, cast only, to {cast_to}"] = torch_cast(x, cast)
     contenders["memcpy"] = memcpy(values)
+    aims = {f"ml_dtypes, cast only, to {to}": 20.0, f"torch, cast only, to {to}": 8.0}
+    contenders = aiming(contenders, share=0.6 if to == "float32" else 0.45, **aims)
     return Case(name, x.size, contenders, moved=x.nbytes + expected.nbytes)
 
 
-def float8_values() -> Array:
-    """What the codes of float8_e4m3fn stand for, by its definition and not by a peer's conversion; NaN as 480."""
-    code = np.arange(256)
-    exponent, fraction = code >> 3 & 15, (code & 7) / 8
-    magnitude = np.ldexp(fraction + (exponent > 0), np.maximum(exponent, 1) - 7)
-    return np.copysign(magnitude, np.where(code < 128, 1, -1)).astype(np.float32)
-
-
-def ml_dtypes_cast(x: Array, expected: Array) -> Contender:
-    y = blank(x.shape, expected.dtype)
-
-    def run() -> Array:
-        np.copyto(y, x, casting="unsafe")
-        return y
-
-    return Contender(run, exact(expected), moved=x.nbytes + y.nbytes)
-
-
-def torch_cast(x: Array, expected: Array) -> Contender:
-    try:
-        import torch
-    except ImportError as error:
-        return absent("torch", error)
-    torch.set_num_threads(DEFAULT_THREADS)
-    y = blank(x.shape, expected.dtype)
-
-    def tensor(array: Array) -> Any:
-        """On the same memory; NumPy's types beyond its own are unknown to torch, so through integers."""
-        return torch.from_numpy(array.view(f"i{array.itemsize}")).view(getattr(torch, array.dtype.name))
-
-    source, target = tensor(x), tensor(y)
-
-    def run() -> Array:
-        target.copy_(source)  # Tensor.to into memory that is there already
-        return y
-
-    return Contender(run, exact(expected), moved=x.nbytes + y.nbytes)
-
-
 # ---- FakeQuantize
-
-
-def fake_quantize_numpy(x: Array, il: Array, ih: Array, ol: Array, oh: Array) -> Array:
-    """OpenVINO FakeQuantize-1 as its specification writes it."""
-    top = np.float32(LEVELS - 1)
-    y = np.round((x - il) / (ih - il) * top) / top * (oh - ol) + ol
-    return np.where(x <= np.minimum(il, ih), ol, np.where(x > np.maximum(il, ih), oh, y))
 
 
 def fake_quantize_case(name: str, shape: Shape, axis: int) -> Case:
@@ -409,54 +232,5 @@ def fake_quantize_case(name: str, shape: Shape, axis: int) -> Case:
         "NumPy": Contender(partial(fake_quantize_numpy, x, *ranges), exact(expected)),
         "memcpy": memcpy(expected),
     }
+    contenders = aiming(contenders, OpenVINO=2.5, NumPy=15, share=0.8)
     return Case(name, x.size, contenders, moved=x.nbytes + expected.nbytes)
-
-
-def openvino_fake_quantize(x: Array, ranges: tuple[Array, ...], check: Any) -> Contender:
-    try:
-        import openvino
-        from openvino import opset1
-    except ImportError as error:
-        return absent("openvino", error)
-    y = blank(x.shape)
-    parameter = opset1.parameter(list(x.shape), np.float32)
-    node = opset1.fake_quantize(parameter, *map(opset1.constant, ranges), LEVELS)
-    settings = {
-        "INFERENCE_PRECISION_HINT": "f32",
-        "INFERENCE_NUM_THREADS": DEFAULT_THREADS,
-        "PERFORMANCE_HINT": "LATENCY",
-    }
-    model = openvino.Model([node], [parameter], "fake_quantize")
-    request = openvino.Core().compile_model(model, "CPU", settings).create_infer_request()
-    request.set_input_tensor(openvino.Tensor(x, shared_memory=True))
-    request.set_output_tensor(openvino.Tensor(y, shared_memory=True))
-
-    def run() -> Array:
-        request.infer()
-        return y
-
-    return Contender(run, check)
-
-
-# ---- a small call
-
-
-def small_case() -> Case:
-    """What a call costs before its elements do: 1,024 of them, whatever the size asked for."""
-    rng = np.random.default_rng(0)
-    x = rng.integers(0, 256, SMALL, np.uint8)
-    scale, zero_point = np.float32(0.02), np.uint8(128)
-    zero = np.float32(zero_point)
-    expected = (x.astype(np.float32) - zero) * scale
-    check = exact(expected)
-    op = chunkq.DequantizeLinear(scale, zero_point)
-    return Case(
-        "DequantizeLinear uint8, small call",
-        SMALL,
-        {
-            SUBJECT: Contender(partial(chunkq.dequantize_linear, x, scale, zero_point), check),
-            "chunkq, op(x)": Contender(partial(op, x), check, remark="the operator object made once"),
-            "NumPy": Contender(lambda: (x.astype(np.float32) - zero) * scale, check),
-        },
-        calls=2000,
-    )

@@ -12,22 +12,34 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from chunkq.dtypes import FAKE_QUANTIZE_X, from_holder
+from chunkq.dtypes import ELEMENT_TYPES, FAKE_QUANTIZE_X, from_holder
 from chunkq.errors import SpecError
 from chunkq.operands import described, element_of, kind, parameter
 from chunkq.run import Array, check_out, make_call, refuse_masked, run_chunk
 from chunkq.spec import ParamSpec, QuantSpec, Shape, fake_quantize_spec, integer_argument
 from chunkq.threads import thread_count
 
+#: Quantized types whose parameters are more than cast: values are checked, NaN made the same.
+CHECKED = ("int32", *(row.name for row in ELEMENT_TYPES.values() if row.mini is not None))
+
 #: Shapes and types of x that an operator keeps a call for.
 MOST_CALLS = 64
 
 
-def _stays(given: Any, prepared: Array) -> bool:
-    """Whether a prepared parameter stays right: a number does not change, and an array in use as it is changes with it."""
-    if isinstance(given, np.ndarray):
-        return np.may_share_memory(given, prepared)
-    return isinstance(given, (int, float, np.generic)) and not isinstance(given, np.void)
+def _casts(given: Any, prepared: Array, spec: QuantSpec, param: ParamSpec) -> list[tuple[Array, Array]] | None:
+    """What to copy before each call so that a prepared parameter is right; None where that is not all there is to do.
+
+    A number does not change, an array that is read where it lies changes with it, and where preparing is nothing but a cast
+    it is done again.
+    """
+    if isinstance(given, (int, float, np.generic)) and not isinstance(given, np.void):
+        return []
+    if not isinstance(given, np.ndarray) or given.size != prepared.size:
+        return None
+    if np.may_share_memory(given, prepared):
+        return []
+    cast = given.dtype == ELEMENT_TYPES[param.dtype].dtype and spec.q_dtype not in CHECKED
+    return [(prepared.reshape(given.shape), given)] if cast else None
 
 
 class Operator:
@@ -43,7 +55,7 @@ class Operator:
     x_dtype: str | None
 
     #: Calls that are ready, by shape and dtype of x.
-    _calls: dict[tuple[Shape, np.dtype[Any]], Any]
+    _calls: dict[tuple[Shape, np.dtype[Any]], tuple[Any, tuple[tuple[Array, Array], ...]]]
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -120,9 +132,15 @@ class Operator:
             Threads for NumPy input; all available CPUs by default, one for small arrays.
         """
         if type(x) is np.ndarray:
-            call = self._calls.get((x.shape, x.dtype))
-            y = None if call is None else call(x, out, thread_count(n_threads, call.size))
-            return self._in_memory(x, out, n_threads) if y is None else y
+            ready = self._calls.get((x.shape, x.dtype))
+            if ready is not None:
+                call, casts = ready
+                for prepared, given in casts:
+                    np.copyto(prepared, given, casting="unsafe")
+                y = call(x, out, thread_count(n_threads, call.size))
+                if y is not None:
+                    return y
+            return self._in_memory(x, out, n_threads)
         found = kind(x)
         if found == "number" and not isinstance(x, bool):
             x, found = _weak_x(x), "numpy"
@@ -153,12 +171,21 @@ class Operator:
         if x is not held or x.size == 0 or not x.dtype.isnative:
             return run_chunk(spec, x, values, out=out, n_threads=n_threads)
         call, used = make_call(spec, x.shape, values)
-        if all(_stays(getattr(self, p.name), v) for p, v in zip(spec.params, used, strict=False)):
-            if len(self._calls) >= MOST_CALLS:
-                self._calls.clear()
-            self._calls[x.shape, x.dtype] = call
+        self._keep(spec, x, call, used)
         y = call(x, out, thread_count(n_threads, x.size))
         return run_chunk(spec, x, values, out=out, n_threads=n_threads) if y is None else y
+
+    def _keep(self, spec: QuantSpec, x: Array, call: Any, used: tuple[Array, ...]) -> None:
+        """Have a call ready for the next such x, with what to copy into the parameters first."""
+        casts: list[tuple[Array, Array]] = []
+        for param, prepared in zip(spec.params, used, strict=False):
+            found = _casts(getattr(self, param.name), prepared, spec, param)
+            if found is None:
+                return
+            casts += found
+        if len(self._calls) >= MOST_CALLS:
+            self._calls.clear()
+        self._calls[x.shape, x.dtype] = call, tuple(casts)
 
 
 def _gathered(param: ParamSpec, value: Any) -> Array:

@@ -60,8 +60,25 @@ def test_a_tiny_run_of_scale(tmp_path):
         assert rows[f"no-op units, {kind}"]["each"] > 0
     assert rows["no-op units, cluster, one unit a task"]["items"] == 40
     assert rows["listing"]["items"] == 400
+    check_paper(rows)
     assert all(case in done.stdout for case in rows)
     assert str(ROOT) not in done.stdout + json.dumps(result)
+
+
+def check_paper(rows):
+    """Real plans up to the first that is refused, and what is computed for them from the other rows."""
+    source, target = rows["listing"]["each"], rows["listing, of a target"]["each"]
+    planned = rows["1 PB in 64 MiB"]
+    assert planned["items"] == planned["units"] == 14_907_321
+    assert planned["listing"] == pytest.approx(planned["items"] * (2 * source + target))
+    assert planned["bookkeeping"] == 4 * planned["units"] + -(-2 * planned["items"] // 8)
+    long = rows["no-op units, threads, one unit a task"]["steady"]
+    assert planned["threads"]["on_top"] > planned["listing"] + planned["units"] * long * 0.99
+    assert planned["threads"]["work"] == 10**15 / 10**9 / 2
+    for case in ("10 PB in 64 MiB", "1 PB in 4 MiB"):
+        assert "expected at most 100000000" in rows[case]["refused"]
+        assert rows[case]["items"] > 10**8
+    assert 0 < rows["naps for 4 MiB, 64 on cluster"]["asleep"] < rows["naps for 4 MiB, 64 on cluster"]["median"]
 
 
 def test_a_case_that_is_not_there():

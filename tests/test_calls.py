@@ -4,6 +4,7 @@ import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -54,6 +55,7 @@ def test_a_parameter_that_changes_in_place_counts():
             op.scale[...] *= 2
             if op.zero_point is not None:
                 op.zero_point[...] += 1
+            assert kept(op) == 1
             now = np.zeros(6, np.uint8) if op.zero_point is None else op.zero_point
             assert np.array_equal(op(X), formula(X, op.scale.astype(np.float32), now))
 
@@ -157,3 +159,26 @@ def test_one_call_serves_many_threads(op):
     with ThreadPoolExecutor(8) as pool:
         for x, y in zip(xs * 50, pool.map(op, xs * 50), strict=True):
             assert np.array_equal(y, formula(x, zero_point=np.zeros(6, np.uint8)))
+
+
+def test_calls_on_narrow_floats_run_wherever_their_objects_lie(isa):
+    """Vectors must not be kept in an object: its memory is aligned for 16 bytes only."""
+    kept_alive = []
+    for n in range(1, 65):
+        codes = np.arange(16 * n, dtype=np.uint8) % 0x7F
+        op = chunkq.DequantizeLinear(np.float32(0.5))
+        x = codes.view(ml_dtypes.float8_e4m3fn)
+        for _ in range(2):
+            assert np.array_equal(op(x), x.astype(np.float32) * np.float32(0.5))
+        kept_alive += [op, bytearray(n)]
+
+
+def test_codes_of_a_zero_point_are_no_numbers():
+    """int4 held as uint8: 15 stands for -1, and a plain cast would say 15."""
+    x = np.int8([[1, 2], [3, 4]]).astype(ml_dtypes.int4)
+    op = chunkq.DequantizeLinear([1.0, 1.0], np.uint8([15, 1]), axis=0, x_dtype="int4")
+    with pytest.raises(chunkq.SpecError, match="zero_point holds 15"):
+        op(x)
+    op = chunkq.DequantizeLinear([1.0, 1.0], np.int8([-1, 1]), axis=0, x_dtype="int4")
+    for _ in range(2):
+        assert op(x).tolist() == [[2, 3], [2, 3]]

@@ -96,7 +96,7 @@ cdef struct Job:
     int division                             # the type QuantizeLinear divides in
     int32_t low, high, over                  # the quantized type's range; the code of what is above it
     cq_minifloat mini                        # the quantized type; of other narrow types than minifloats the width only
-    cq_by_f16 by_f16                         # how minifloats are decoded by way of float16
+    const cq_by_f16* by_f16                  # how minifloats are decoded by way of float16
     bint shifted                             # whether there is a zero point, where zeros have signs
     bint in_place                            # whether results are computed in y itself
     bint narrow                              # whether one loop does it all, in y itself
@@ -164,7 +164,7 @@ cdef inline void decode(const Job* job, const char* x, Py_ssize_t n, float* tile
     elif job.x_code == BFLOAT16:
         cq_load_bf16(<const uint16_t*>x, tile, n)
     else:
-        cq_load_minifloat(<const uint8_t*>x, tile, n, &job.mini, &job.by_f16, scale, zero_point, dequantized)
+        cq_load_minifloat(<const uint8_t*>x, tile, n, &job.mini, job.by_f16, scale, zero_point, dequantized)
 
 
 cdef const real* load(const Job* job, Py_ssize_t at, Py_ssize_t n, real* tile) noexcept nogil:
@@ -305,7 +305,7 @@ cdef void round_to(const Job* job, int code, Py_ssize_t n, const float* x, float
     elif code == BFLOAT16:
         cq_load_bf16(<const uint16_t*>encoded, y, n)
     else:
-        cq_load_minifloat(<const uint8_t*>encoded, y, n, &job.mini, &job.by_f16, 1, 0, False)
+        cq_load_minifloat(<const uint8_t*>encoded, y, n, &job.mini, job.by_f16, 1, 0, False)
 
 
 cdef void in_stages(const Job* job, Py_ssize_t n, const float* x, float* y, const float* scale,
@@ -375,7 +375,7 @@ cdef void dequantize_run(const Job* job, Py_ssize_t at, Py_ssize_t n, float* til
     cdef char* y = job.y + at * job.y_size
     cdef Py_ssize_t done = 0
     if job.from_bytes >= 0:
-        done = cq_dequantize_bytes(x, job.from_bytes, y if job.narrow else <char*>tile, job.to, n, &job.by_f16, scale,
+        done = cq_dequantize_bytes(x, job.from_bytes, y if job.narrow else <char*>tile, job.to, n, job.by_f16, scale,
                                    zero_point, job.narrow and job.stream)
         if done == n:
             return
@@ -600,8 +600,6 @@ cdef int read_settings(Job* job, const Py_ssize_t[::1] settings, int own) except
                                         and 0 <= job.mini.bias <= 127 - job.mini.mantissa
                                         and 0 <= job.mini.max < 1 << job.mini.width):
         raise ValueError("settings has a minifloat out of range")
-    if job.q_code == MINIFLOAT:
-        job.by_f16 = cq_by_f16_of(&job.mini)
     job.from_bytes = -1
     if job.x_code == UINT8:
         job.from_bytes = CQ_FROM_UINT8
@@ -686,6 +684,7 @@ cdef class Call:
 
     cdef int launch(self, Py_buffer* x, Py_buffer* y, int n_threads) except -1:
         cdef Job job = self.job
+        cdef cq_by_f16 by_f16                # vectors, which the memory of an object is not aligned for
         cdef Py_ssize_t items
         if x.len != job.total * job.x_size or y.len != job.total * job.y_size:
             raise ValueError("x or y is of another size")
@@ -694,6 +693,9 @@ cdef class Call:
         if job.total == 0:
             return 0
         job.x, job.y = <const char*>x.buf, <char*>y.buf
+        if job.q_code == MINIFLOAT:
+            by_f16 = cq_by_f16_of(&job.mini)
+            job.by_f16 = &by_f16
         items = (job.row + job.columns - 1) // job.columns * job.row_blocks
         with nogil:
             if self.wide:
