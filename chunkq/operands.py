@@ -18,6 +18,7 @@ from chunkq.run import Array, refuse_masked
 from chunkq.spec import Shape
 
 _NUMBERS = (bool, int, float)
+_ALL_TYPES = tuple(ELEMENT_TYPES)
 
 
 def kind(x: Any) -> str:
@@ -153,12 +154,14 @@ def element_of(name: str, array: Any, declared: str | None, allowed: tuple[str, 
 
 def described(name: str, value: Any, declared: str | None = None) -> tuple[Shape, str]:
     """Shape and element type of a parameter."""
+    if isinstance(value, np.ndarray):
+        return value.shape, element_of(name, value, declared, _ALL_TYPES)
     shape = tuple(value.shape)
     if any(n != n for n in shape):
         raise SpecError("shape", f"{name} has unknown chunk sizes; call compute_chunk_sizes() on it first")
-    return tuple(int(n) for n in shape), element_of(name, value, declared, tuple(ELEMENT_TYPES))
+    return tuple(int(n) for n in shape), element_of(name, value, declared, _ALL_TYPES)
 
 
-def optional_type(name: str, value: Any, allowed: tuple[str, ...] = tuple(ELEMENT_TYPES)) -> str | None:
+def optional_type(name: str, value: Any, allowed: tuple[str, ...] = _ALL_TYPES) -> str | None:
     """The element type an optional argument names."""
     return None if value is None else element_type(name, value, allowed)

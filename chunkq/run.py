@@ -70,7 +70,6 @@ def _collapse(shape: Shape, steps: tuple[Shape, ...], phases: tuple[Shape, ...],
     return axes or [(1, [(0, 0, 0)] * len(steps))]
 
 
-@lru_cache(maxsize=4096)
 def _geometry(spec: QuantSpec, shape: Shape, phases: tuple[Shape, ...]) -> tuple[Array, tuple[int, ...], int]:
     """The kernels' table for a region (see _kernels.pyx), the parameters' sizes, how often to repeat their values."""
     steps = tuple(p.steps for p in spec.params)
@@ -142,8 +141,7 @@ def prepare_params(spec: QuantSpec, params: tuple[Array, ...]) -> tuple[Array, .
     return scale, np.ascontiguousarray(to_float32(params[1])).reshape(-1)
 
 
-@lru_cache(maxsize=1024)
-def kernel_settings(spec: QuantSpec) -> Array:
+def _settings(spec: QuantSpec) -> Array:
     """The numbers by which the kernels know an operation (see _kernels.pyx)."""
     codes = kernels.ELEMENT_CODES
     quantized = ELEMENT_TYPES[spec.q_dtype or "uint8"]
@@ -210,15 +208,22 @@ def make_call(
     """The kernels' call for a region of that shape, and the parameters as it reads them."""
     values = prepare_params(spec, params)
     phases = tuple(p.phases(start) for p in spec.params) if start else ((0,) * len(shape),) * len(params)
-    table, sizes, repeats = _geometry(spec, shape, phases)
+    sizes, repeats, fixed = _fixed(spec, shape, phases)
     for param, value, size in zip(spec.params, params, sizes, strict=True):
         if value.size != size:
             raise AssertionError(f"{param.name} was cut to {value.shape}; the region needs {size} elements")
     if repeats > 1:
         values = tuple(np.tile(v, repeats) if v.size > 1 else v for v in values)
+    return kernels.Call(*fixed, *values), values
+
+
+@lru_cache(maxsize=4096)
+def _fixed(spec: QuantSpec, shape: Shape, phases: tuple[Shape, ...]) -> tuple[tuple[int, ...], int, tuple[Any, ...]]:
+    """What no value changes: the parameters' sizes, how often to repeat them, what the kernels' call begins with."""
+    table, sizes, repeats = _geometry(spec, shape, phases)
     dtype = ELEMENT_TYPES[spec.y_dtype].dtype
     stream = prod(shape) * dtype.itemsize >= STREAM_BYTES
-    return kernels.Call(kernel_settings(spec), spec.levels, table, shape, dtype, stream, *values), values
+    return sizes, repeats, (_settings(spec), spec.levels, table, shape, dtype, stream)
 
 
 def run_chunk(

@@ -5,7 +5,7 @@ advances by one element, or changes every `step` elements. A row is computed til
 formula, store. Which element types exist is the business of decode() and encode() alone, which formula that of
 constant() and advancing().
 
-settings are the numbers of chunkq.run.kernel_settings: operator, element types of x, of the quantized values and of y,
+settings are the numbers of chunkq.run: operator, element types of x, of the quantized values and of y,
 the type to divide in, the quantized type's lowest and highest value, the code of what is above it, its minifloat,
 whether a zero point was given.
 
