@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks kernels``, ``pipeline`` or ``scale``.
+"""The command line: ``python -m benchmarks kernels``, ``pipeline``, ``codecs`` or ``scale``.
 
 Exit code 0: all that was timed answered right; 1: a contender answered wrong (its row says how); 2: a wrong request.
 """
@@ -10,9 +10,11 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from benchmarks import frame, kernels, pipeline, scale
+from benchmarks import codecs, frame, kernels, pipeline, scale
+
+SUITES: dict[str, Any] = {"kernels": kernels, "pipeline": pipeline, "codecs": codecs}
 
 Case = TypeVar("Case")
 
@@ -22,22 +24,26 @@ examples:
   python -m benchmarks kernels --rows last,small      the cases with one of these words in their name
   python -m benchmarks kernels --list                 the cases
   python -m benchmarks pipeline --json pipeline.json  256 MiB to 1 GiB, without a codec and with zstd: several minutes
+  python -m benchmarks pipeline --elements 1073741824 1 GiB to 4 GiB; on disk unless /dev/shm has 10 GiB free
+  python -m benchmarks codecs                         the target's codecs by themselves: ratio, speed both ways
   python -m benchmarks scale                          planning, no-op units, listing, by the number of objects
 
 The table goes to stdout, progress to stderr. Every answer is checked before it is timed. Peers come with
-pip install 'chunkq[bench]', torch on its own; one that is missing has a row that says so.
+pip install 'chunkq[bench]'; one that is missing has a row that says so.
 """
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Time chunkq against its peers: kernels in memory, a pipeline from zarr to zarr; what many units cost.",
+        description="Time chunkq against its peers, in memory and from zarr to zarr; codecs; what many units cost.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("suite", choices=("kernels", "pipeline", "scale"))
-    top.add_argument("--quick", action="store_true", help="fewer elements (16 M; scale: 10 k units) and rounds")
+    top.add_argument("suite", choices=(*SUITES, "scale"))
+    top.add_argument(
+        "--quick", action="store_true", help="fewer elements (16 M; codecs: 4 M; scale: 10 k units) and rounds"
+    )
     top.add_argument(
         "--json", type=Path, metavar="FILE", help="write the rows, machine, versions and commit there as well"
     )
@@ -74,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.suite == "scale":
         return main_of_scale(options)
-    module = kernels if options.suite == "kernels" else pipeline
+    module = SUITES[options.suite]
     elements = options.elements or (module.QUICK_ELEMENTS if options.quick else module.ELEMENTS)
     rounds = options.rounds or (frame.QUICK_ROUNDS if options.quick else frame.ROUNDS)
     cases = chosen(module.cases(elements), options.rows)
@@ -87,7 +93,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name, make in cases.items():
         print(f"{name} ...", file=sys.stderr, flush=True)
         rows += frame.measure(make(), rounds)
-    print(frame.markdown(rows, about, module.LEGEND))
+    markdown = codecs.markdown if module is codecs else frame.markdown  # two rows of codecs make a line
+    print(markdown(rows, about, module.LEGEND))
     if options.json:
         options.json.write_text(json.dumps(about | {"rows": [row.to_dict() for row in rows]}, indent=1) + "\n")
     return int(any(row.status == "wrong" for row in rows))

@@ -48,6 +48,64 @@ def test_a_tiny_run(suite, tmp_path):
     assert str(ROOT) not in done.stdout + json.dumps(result)
 
 
+def test_a_tiny_run_of_codecs(tmp_path):
+    done = run("codecs", "--quick", "--elements", 4096, "--json", tmp_path / "out.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert (result["suite"], result["elements"]) == ("codecs", 4096)
+    rows = {(row["case"], row["contender"]): row for row in result["rows"]}
+    assert len(rows) == len(result["rows"]) == 2 * 2 * 9
+    assert all((row["status"], len(row["times"])) == ("timed", 3) for row in rows.values())
+    for data in "dequantized", "fake-quantized":
+        ratios = {c: row["compression_ratio"] for (case, c), row in rows.items() if case == f"{data}, encode"}
+        assert ratios["none"] == 1 < ratios["zstd, level 0"]
+        assert ratios == {c: row["compression_ratio"] for (case, c), row in rows.items() if case == f"{data}, decode"}
+        assert len([line for line in done.stdout.splitlines() if line.startswith(f"| {data} ")]) == 9
+    assert str(ROOT) not in done.stdout + json.dumps(result)
+
+
+def test_a_codec_that_changes_a_bit_is_never_timed(frame):
+    codecs = importlib.import_module("benchmarks.codecs")
+
+    class Wrong:
+        def encode(self, data):
+            return bytes(data)
+
+        def decode(self, data):
+            return bytes([data[0] ^ 1]) + data[1:]
+
+    chunk = np.arange(6, dtype=np.float32).reshape(2, 3)
+    right, wrong = codecs.Trial((), [chunk]), codecs.Trial((Wrong(),), [chunk])
+    both = {name: frame.Contender(t.encode, t.check, facts=t.facts) for name, t in (("right", right), ("wrong", wrong))}
+    rows = frame.measure(frame.Case("data, encode", 6, both, moved=24), rounds=3)
+    assert [row.status for row in rows] == ["timed", "wrong"]
+    assert "chunk 0 does not come back" in codecs.markdown(rows, frame.environment() | {"elements": 6, "rounds": 3}, "")
+
+
+def test_a_target_with_one_wrong_bit_or_other_codecs_is_refused(frame):
+    pipeline = importlib.import_module("benchmarks.pipeline")
+    work = pipeline.Work(64, "zstd")
+    outcome = pipeline.run_numpy(work)
+    assert work.check(outcome) == ""
+    target = pipeline.zarr.open_array(work.target)
+    target[3, 5] = np.nextafter(target[3, 5], np.float32(np.inf))
+    with pytest.raises(frame.WrongAnswer, match="differs in region"):
+        work.check(outcome)
+    work.clear()
+    work.codec = "none"
+    work.create_target()
+    work.codec = "zstd"
+    with pytest.raises(frame.WrongAnswer, match="not the same work"):
+        work.check(outcome)
+
+
+def test_a_pipeline_peer_that_is_missing_is_absent(frame):
+    pipeline = importlib.import_module("benchmarks.pipeline")
+    there = frame.Contender(lambda: 0)
+    assert pipeline.optional("no_such_package_anywhere", there).run is None
+    assert pipeline.optional("numpy", there).remark == f"numpy {np.__version__}"
+
+
 def test_a_tiny_run_of_scale(tmp_path):
     done = run("scale", "--quick", "--elements", 400, "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stdout + done.stderr
