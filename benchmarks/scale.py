@@ -32,6 +32,7 @@ from benchmarks.pipeline import roomy
 from chunkq import execute
 from chunkq.cluster import connected, run_on_cluster
 from chunkq.execute import Counter, run_locally
+from chunkq.journal import Progressed
 from chunkq.listing import list_objects
 from chunkq.store import Handle
 from chunkq.units import Job, Outcome
@@ -58,7 +59,11 @@ LEGEND = """\
 - The cluster: `dask scheduler` and two `dask worker` with a thread each. Resident memory of the scheduler and of the client
   when a tenth of the units is done and at the end, in the round with the largest growth. distributed keeps the names of the
   last 100,000 tasks (half a KB each), so that it grows up to there where a unit is a task.
-- Listing: real files of one byte, 100 to a folder; the peer is a bare `os.scandir` with a `stat` for each file."""
+- Listing: real files of one byte, 100 to a folder; of a target, each object is counted for its unit as well; the peer is a
+  bare `os.scandir` with a `stat` for each file."""
+
+#: What rows are called, after the kind of scheduler, where every unit is a task.
+LONG = ", one unit a task"
 
 
 @dataclass(frozen=True)
@@ -106,21 +111,24 @@ class Row:
 
 Maker = Callable[[int], list[Row]]
 
+#: Makes rows of so many units or objects, in so many rounds.
+Cost = Callable[[int, int], list[Row]]
+
 
 def cases(elements: int) -> dict[str, Maker]:
     """Each is called with the number of rounds."""
+    from benchmarks import paper  # late: it takes costs and helpers from here
+
     found: dict[str, Maker] = {f"planning {n:,} objects": partial(planning, n) for n in PLANNED}
-    found["no-op units"] = partial(local_units, elements)
-    found["no-op units, cluster"] = partial(cluster_units, elements)
-    found["listing"] = partial(listing, elements)
-    return found
+    costs: dict[str, Cost] = {"no-op units": local_units, "no-op units, cluster": cluster_units, "listing": listing}
+    return found | paper.with_paper(costs, elements)
 
 
 # ---- planning
 
 
 def planning(objects: int, rounds: int) -> list[Row]:
-    with _folder() as folder:
+    with folder_for() as folder:
         zarr.create_array(f"{folder}/x.zarr", shape=(objects << 20,), chunks=(1 << 20,), dtype="int8")
         seen = [_plan_elsewhere(folder, objects) for _ in range(rounds)]
     peak, grown = (max(one[name] for one in seen) for name in ("peak", "grown"))
@@ -131,9 +139,7 @@ def planning(objects: int, rounds: int) -> list[Row]:
 
 
 def _plan_elsewhere(folder: str, objects: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.scale", folder]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=_environment(), check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
+    found = elsewhere("benchmarks.scale", folder)
     if found["units"] != objects:
         raise WrongAnswer(f"planned {found['units']} units for {objects} objects")
     return found
@@ -162,15 +168,18 @@ def present(job: Job, index: int) -> Outcome | None:
 #: Starts a task for each unit, with a counter.
 Runner = Callable[[Job, execute.Task, Any, Counter], None]
 
+#: Kinds of worker on this machine, and how many.
+LOCAL = {"sync": 1, "threads": 2, "processes": 2}
 
-def _bare_job(folder: str, units: int) -> Job:
-    array = zarr.create_array(f"{folder}/units.zarr", shape=(units,), chunks=(1,), dtype="int8")
+
+def bare_job(folder: str, units: int) -> Job:
+    array = zarr.create_array(f"{folder}/units.zarr", shape=(units,), chunks=(1,), dtype="int8", overwrite=True)
     spec, params = chunkq.DequantizeLinear(0.5).bind_array(array)
     return Job(spec, Handle(array, "int8"), params, None, (1,))
 
 
-def _check_units(run: Runner, job: Job, units: int) -> None:
-    """Every unit once, before anything is timed."""
+def check_units(run: Runner, job: Job, units: int) -> None:
+    """Every unit once, before anything is timed; workers have then imported what they need."""
     counter = Counter()
     few = min(units, 2000)
     run(job, present, np.arange(few), counter)
@@ -178,48 +187,72 @@ def _check_units(run: Runner, job: Job, units: int) -> None:
         raise WrongAnswer(f"{counter.done} of {few} units, or not each of them once")
 
 
-def _time_units(run: Runner, job: Job, units: int, counter: Counter) -> float:
+def time_units(
+    run: Runner, job: Job, units: int, watch: execute.Watch | None = None, task: execute.Task = no_op
+) -> tuple[float, float]:
+    """Seconds of a run, and of each unit from the first to the last: without what starts and ends a run."""
+    noted: dict[int, float] = {}
+
+    def look(done: int) -> None:
+        if done in (1, units):
+            noted[done] = time.perf_counter()
+        if watch is not None:
+            watch(done)
+
+    counter = Counter(look)
     began = time.perf_counter()
-    run(job, no_op, np.arange(units), counter)
+    run(job, task, np.arange(units), counter)
     seconds = time.perf_counter() - began
     if counter.done != units or counter.outcomes:
         raise WrongAnswer(f"{counter.done} of {units} units, {len(counter.outcomes)} with something to say")
-    return seconds
+    return seconds, (noted[units] - noted[1]) / max(1, units - 1)
+
+
+def local_runner(kind: str, workers: int) -> Runner:
+    return lambda job, task, indices, counter: run_locally(job, task, indices, kind, workers, counter)
 
 
 def local_units(units: int, rounds: int) -> list[Row]:
-    kinds = {"sync": 1, "threads": 2, "processes": 2}
-
-    def runner(kind: str) -> Runner:
-        return lambda job, task, indices, counter: run_locally(job, task, indices, kind, kinds[kind], counter)
-
-    with _folder() as folder:
-        job = _bare_job(folder, units)
-        for kind in kinds:
-            _check_units(runner(kind), job, units)
-        times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    runners = {kind: local_runner(kind, workers) for kind, workers in LOCAL.items()}
+    # each with its units, and how many of them go to a task at most
+    ways = {kind: (kind, units, execute.BATCH_UNITS) for kind in LOCAL}
+    ways |= {f"{kind}{LONG}": (kind, max(1, units // 10), 1) for kind in LOCAL if kind != "sync"}
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    with folder_for() as folder:
+        job = bare_job(folder, units)
+        for run in runners.values():
+            check_units(run, job, units)
         for _ in range(rounds):
-            for kind in kinds:
-                times[kind].append(_time_units(runner(kind), job, units, Counter()))
+            for way, (kind, count, together) in ways.items():
+                with _units_in_a_task(together):
+                    times[way].append(time_units(runners[kind], job, count))
     most = {"threads": 0.2e-3}
     return [
-        Row(f"no-op units, {kind}", units, tuple(times[kind]), most=most.get(kind), per_item=True) for kind in kinds
+        Row(
+            f"no-op units, {way}",
+            count,
+            tuple(seconds for seconds, _ in times[way]),
+            most=most.get(way),
+            per_item=True,
+            facts={"steady": median(each for _, each in times[way])},
+        )
+        for way, (_, count, _) in ways.items()
     ]
+
+
+def cluster_runner(client: Any) -> Runner:
+    return lambda job, task, indices, counter: run_on_cluster(job, task, indices, client, counter)
 
 
 def cluster_units(units: int, rounds: int) -> list[Row]:
     rows = []
-    with _folder() as folder, _cluster(folder) as (address, scheduler), connected(address) as client:
-        client.wait_for_workers(2, timeout=PATIENCE)
-
-        def run(job: Job, task: execute.Task, indices: Any, counter: Counter) -> None:
-            run_on_cluster(job, task, indices, client, counter)
-
-        job = _bare_job(folder, units)
-        _check_units(run, job, units)
+    with folder_for() as folder, cluster(folder) as (client, scheduler):
+        run = cluster_runner(client)
+        job = bare_job(folder, units)
+        check_units(run, job, units)
         for name, count, together in (
             ("no-op units, cluster", units, execute.BATCH_UNITS),
-            ("no-op units, cluster, one unit a task", max(1, units // 10), 1),
+            (f"no-op units, cluster{LONG}", max(1, units // 10), 1),
         ):
             with _units_in_a_task(together):
                 times, memory, facts = _watched_rounds(run, job, count, rounds, scheduler)
@@ -230,7 +263,8 @@ def cluster_units(units: int, rounds: int) -> list[Row]:
 def _watched_rounds(
     run: Runner, job: Job, units: int, rounds: int, scheduler: int
 ) -> tuple[tuple[float, ...], str, dict[str, Any]]:
-    times, seen = [], []
+    times: list[tuple[float, float]] = []
+    seen = []
     for _ in range(rounds):
         watched: list[tuple[int, int]] = []
 
@@ -238,13 +272,14 @@ def _watched_rounds(
             if done in (max(1, units // 10), units):
                 watched.append((_memory(scheduler, "VmRSS"), _memory("self", "VmRSS")))
 
-        times.append(_time_units(run, job, units, Counter(watch)))
+        times.append(time_units(run, job, units, watch))
         seen.append((watched[0], watched[-1]))
     early, late = max(seen, key=lambda pair: pair[1][0] - pair[0][0])
     memory = ", ".join(
         f"{who} {a / MB:.1f} -> {b / MB:.1f} MB" for who, a, b in zip(("scheduler", "client"), early, late, strict=True)
     )
-    return tuple(times), memory, {"memory_at_a_tenth": early, "memory_at_the_end": late}
+    facts = {"memory_at_a_tenth": early, "memory_at_the_end": late, "steady": median(each for _, each in times)}
+    return tuple(seconds for seconds, _ in times), memory, facts
 
 
 @contextmanager
@@ -257,22 +292,25 @@ def _units_in_a_task(most: int) -> Iterator[None]:
 
 
 @contextmanager
-def _cluster(folder: str) -> Iterator[tuple[str, int]]:
-    """A scheduler and two workers, processes of their own; the scheduler's address and process id."""
+def cluster(folder: str, threads: int = 1) -> Iterator[tuple[Any, int]]:
+    """A scheduler and two workers, processes of their own; a client, and the scheduler's process id."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     address = f"tcp://127.0.0.1:{port}"
-    worker = ["worker", address, "--nthreads", "1", "--no-nanny", "--local-directory", folder, "--host", "127.0.0.1"]
+    worker = ["worker", address, "--nthreads", str(threads), "--no-nanny", "--local-directory", folder]
+    worker += ["--host", "127.0.0.1"]
     commands = [["scheduler", "--host", "127.0.0.1", "--port", str(port), "--no-dashboard"], worker, worker]
     processes = []
     try:
         with open(f"{folder}/cluster.log", "wb") as log:
             for words in commands:
                 command = [sys.executable, "-m", "dask", *words]
-                processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=_environment()))
+                processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment()))
         _answers(port)
-        yield address, processes[0].pid
+        with connected(address) as client:
+            client.wait_for_workers(2, timeout=PATIENCE)
+            yield client, processes[0].pid
     finally:
         for process in reversed(processes):
             process.terminate()
@@ -302,7 +340,7 @@ def _answers(port: int) -> None:
 def listing(objects: int, rounds: int) -> list[Row]:
     wide = 100 if objects >= 100 else 1
     rows = objects // wide
-    with _folder(objects * 4096) as folder:
+    with folder_for(objects * 4096) as folder:
         array = zarr.create_array(
             f"{folder}/x.zarr", shape=(rows, wide), chunks=(1, 1), dtype="uint8", compressors=None, filters=None
         )
@@ -313,15 +351,26 @@ def listing(objects: int, rounds: int) -> list[Row]:
                 (below / str(column)).write_bytes(b"\x07")
         if list_objects(array).missing or _walk(f"{folder}/x.zarr/c") != rows * wide:
             raise WrongAnswer("not every object was found")
-        ours, bare = [], []
+        if len(Progressed(array, (1, 1)).todo()):
+            raise WrongAnswer("not every unit was found done")
+        ours, counted, bare = list[float](), list[float](), list[float]()
+        calls = (
+            (ours, lambda: list_objects(array)),
+            (counted, lambda: Progressed(array, (1, 1))),
+            (bare, lambda: _walk(f"{folder}/x.zarr/c")),
+        )
         for _ in range(rounds):
-            for times, call in ((ours, lambda: list_objects(array)), (bare, lambda: _walk(f"{folder}/x.zarr/c"))):
+            for times, call in calls:
                 began = time.perf_counter()
                 call()
                 times.append(time.perf_counter() - began)
     ratio = median(a / b for a, b in zip(ours, bare, strict=True))
     told = f"{ratio:.1f} times a bare walk; keys, sizes, times hashed"
-    return [Row("listing", rows * wide, tuple(ours), remark=told), Row("bare walk", rows * wide, tuple(bare))]
+    return [
+        Row("listing", rows * wide, tuple(ours), remark=told),
+        Row("listing, of a target", rows * wide, tuple(counted)),
+        Row("bare walk", rows * wide, tuple(bare)),
+    ]
 
 
 def _walk(folder: str) -> int:
@@ -335,8 +384,16 @@ def _walk(folder: str) -> int:
 # ---- what they share
 
 
+def elsewhere(module: str, folder: str) -> dict[str, Any]:
+    """What a module, run in a process of its own, finds in a folder."""
+    command = [sys.executable, "-m", module, folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment(), check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
 @contextmanager
-def _folder(size: int = 0) -> Iterator[str]:
+def folder_for(size: int = 0) -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix="chunkq-bench-", dir=roomy(size))
     try:
         yield folder
@@ -344,7 +401,7 @@ def _folder(size: int = 0) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Other processes import what this one does."""
     # a safe path: `-m` would put the current folder, a source tree perhaps not built, before the installed package
     paths = os.pathsep.join(path for path in (*sys.path, os.getcwd()) if path)
@@ -361,16 +418,24 @@ def _memory(pid: int | str, name: str) -> int:
 
 def markdown(rows: list[Row], about: dict[str, Any]) -> str:
     """The table, with what the figures depend on above it."""
+    from benchmarks import paper
+
     head = ("case", "items", "median", "min", "each", "memory", "target", "remark")
-    table = [head, tuple("-" * len(h) for h in head), *(_cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in table) for i in range(len(head))]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in table]
+    lines = aligned(head, [_cells(row) for row in rows if "result" not in row.facts])
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
     facts = (
         f"{about['cpu']}, {about['cores']} cores, commit {about['commit']}, Python {about['python']}, {versions}; medians "
         f"of {about['rounds']} rounds; the load was {about['load']:.1f} at first and {about['load_after']:.1f} at the end."
     )
-    return "\n".join(["# Scale: what units and objects cost", "", facts, "", *lines, "", LEGEND])
+    on_paper = paper.markdown([row for row in rows if "result" in row.facts])
+    return "\n".join(["# Scale: what units and objects cost", "", facts, "", *lines, "", LEGEND, *on_paper])
+
+
+def aligned(head: tuple[str, ...], cells: list[tuple[str, ...]]) -> list[str]:
+    """The lines of a table."""
+    table = [head, tuple("-" * len(h) for h in head), *cells]
+    widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+    return ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in table]
 
 
 def _cells(row: Row) -> tuple[str, ...]:
