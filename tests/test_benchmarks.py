@@ -37,6 +37,7 @@ def test_a_tiny_run(suite, tmp_path):
     assert result["suite"] == suite
     assert result["elements"] == 4096
     cases = {row["case"] for row in result["rows"]}
+    assert cases == set(run(suite, "--list").stdout.splitlines())
     timed = {row["case"]: row for row in result["rows"] if row["contender"] == "chunkq"}
     assert set(timed) == cases
     for row in timed.values():

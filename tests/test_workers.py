@@ -4,13 +4,16 @@ import json
 import subprocess
 import sys
 import time
+import tracemalloc
 from math import prod
 
 import numpy as np
 import pytest
+import zarr
 
 import chunkq
 from chunkq import workers
+from chunkq.journal import Progressed
 from chunkq.memory import MIB
 
 
@@ -104,11 +107,11 @@ def test_parameters_and_bookkeeping_are_in_it():
     spec, _ = chunkq.DequantizeLinear(np.ones(64, np.float32), axis=0).bind((64, 4096), "uint8")
     given = workers.Work(spec, (64, 4096), (64, 4096), (64, 4096), stored=(100,), held=256)
     assert given.task((64, 4096)) == 3 * MIB + 3 * 100 + 64 * (4 + 4) + MIB
-    assert workers.bookkeeping_bytes(1000, 4001) == 4 * 1000 + 501
+    assert workers.bookkeeping_bytes(1000, 4001) == 32 * 1000 + 501
     found = workers.arrange(given, "processes", 1, 1 << 30)
     memory = found.memory
     assert memory.worker == workers.WORKER_BYTES + 256
-    assert memory.base == 100 * MIB + workers.RUN_BYTES + workers.TRACKER_BYTES + 4 * 1 + 1
+    assert memory.base == 100 * MIB + workers.RUN_BYTES + workers.TRACKER_BYTES + 32 * 1 + 1
     assert memory.total == memory.base + memory.worker + memory.task
 
 
@@ -316,3 +319,17 @@ def test_a_cluster_keeps_each_worker_within_its_own_limit():
         with pytest.raises(chunkq.SpecError, match="a worker is too little: 2 threads need") as caught:
             workers.arrange_on_cluster(given, client, 100 * MIB)
     assert caught.value.reason == "max_mem"
+
+
+def test_the_journal_of_many_units_takes_what_the_model_says():
+    target = zarr.create_array({}, shape=(1000, 1000), chunks=(1, 1), dtype="float32")
+    tracemalloc.start()
+    try:
+        progressed = Progressed(target, (1, 1))
+        todo = progressed.todo()
+        progressed.begun()
+        assert progressed.elements(todo) == 10**6
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= workers.bookkeeping_bytes(10**6, 2 * 10**6)
