@@ -181,8 +181,10 @@ def pipeline_case(name: str, elements: int, codec: str) -> Case:
         "chunkq, threads, 4 objects a unit": contender(partial(run_chunkq, "threads", unit_bytes=4 * objects)),
     }
     if codec == "zstd":  # the encoder decides, and what a second process is worth
-        for name, n in ("chunkq, 1 process", 1), ("chunkq, 2 processes", 2):
-            contenders[name] = contender(partial(run_chunkq, "processes", processes=n))
+        contenders |= {
+            "chunkq, 1 process": contender(partial(run_chunkq, "processes", processes=1)),
+            "chunkq, 2 processes": contender(partial(run_chunkq, "processes", processes=2)),
+        }
     contenders |= {
         "dask.array": contender(run_dask),
         "dask.array, processes": contender(run_dask_processes),
