@@ -31,7 +31,10 @@ SUBJECT = "chunkq"
 #: CPUs in use by others from which on the table says so.
 NOISE = 0.1
 
-PACKAGES = ("chunkq", "numpy", "ml_dtypes", "onnxruntime", "openvino", "torch", "dask", "zarr", "numcodecs")
+PACKAGES = (
+    *("chunkq", "numpy", "ml_dtypes", "onnxruntime", "openvino", "torch", "numexpr"),
+    *("dask", "zarr", "numcodecs", "cubed", "tensorstore"),
+)
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Check = Callable[[Any], str]

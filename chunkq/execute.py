@@ -23,6 +23,7 @@ import dask
 import dask.multiprocessing
 import dask.threaded
 
+from chunkq.buffers import keep_results, keeping_results
 from chunkq.errors import RunError
 from chunkq.memory import children, keep_memory_flat, peak_of_tree
 from chunkq.units import Job, Outcome, one_object_at_a_time
@@ -142,6 +143,7 @@ def _enter_worker(job: Job) -> None:
     """Set up a worker process, once: the job comes here and not with every task."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent decides
     keep_memory_flat()
+    keep_results()
     _jobs[job.token] = job
     threading.Thread(target=_die_with_parent, daemon=True).start()
 
@@ -238,7 +240,7 @@ def _compute(
 @contextmanager
 def _own_threads(workers: int) -> Iterator[ThreadPoolExecutor]:
     """Threads that have ended when the run has, however it ends: Dask's own go on with what they began."""
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="chunkq")
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="chunkq", initializer=keep_results)
     try:
         yield pool
     finally:
@@ -257,7 +259,8 @@ def run_locally(job: Job, task: Task, indices: Sequence[int], kind: str, workers
         if kind == "processes":
             _run_in_processes(job, task, indices, workers, counter)
         elif workers == 1:
-            _compute(job, indices, run_batch, (job, task), counter, scheduler="sync")
+            with keeping_results():
+                _compute(job, indices, run_batch, (job, task), counter, scheduler="sync")
         else:
             with _own_threads(workers) as pool:
                 _compute(job, indices, run_batch, (job, task), counter, scheduler="threads", pool=pool)

@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import zarr
+from zarr.storage import LocalStore
 
 from chunkq import grid
-from chunkq.dtypes import to_holder
+from chunkq.buffers import result_memory
+from chunkq.dtypes import ELEMENT_TYPES, to_holder
 from chunkq.errors import ChunkqError, RunError
 from chunkq.listing import undecodable
 from chunkq.objects import delete_objects, existing, object_keys
@@ -155,8 +157,8 @@ def _cut(job: Job, region: Region) -> tuple[Any, ...]:
     )
 
 
-def compute(job: Job, region: Region) -> Array:
-    """Read what a region needs and compute it.
+def compute(job: Job, region: Region, out: Array | None = None) -> Array:
+    """Read what a region needs and compute it, in `out` where there is one.
 
     Raises
     ------
@@ -166,7 +168,7 @@ def compute(job: Job, region: Region) -> Array:
     x = _attempt(READING, lambda: job.source.read(region), job.retries)
     params = _attempt(READING_PARAMETERS, lambda: _cut(job, region), job.retries)
     start = tuple(part.start for part in region)
-    result: Array = _attempt(COMPUTING, lambda: run_chunk(job.spec, x, params, start=start), 0)
+    result: Array = _attempt(COMPUTING, lambda: run_chunk(job.spec, x, params, start, out), 0)
     return result
 
 
@@ -198,6 +200,16 @@ def _is_written(job: Job, region: Region) -> bool:
     return False
 
 
+def _memory(job: Job, region: Region) -> Array | None:
+    """Memory for a unit's result that earlier units had, where the store has written it out when it says so.
+
+    One that lives in memory may hold on to what it was given.
+    """
+    if not isinstance(_target(job).store, LocalStore):
+        return None
+    return result_memory(tuple(part.stop - part.start for part in region), ELEMENT_TYPES[job.spec.y_dtype].dtype)
+
+
 def write_unit(job: Job, index: int) -> Outcome | None:
     """Read, compute and write one unit; None when it is done.
 
@@ -210,7 +222,7 @@ def write_unit(job: Job, index: int) -> Outcome | None:
     with one_object_at_a_time(), _failures(job, index, region) as outcomes:
         if job.shared and _attempt(WRITING, lambda: _is_written(job, region), job.retries):
             return Outcome(index, describe_region(region), "skipped")
-        _write(job, region, compute(job, region))
+        _write(job, region, compute(job, region, _memory(job, region)))
     return outcomes[0] if outcomes else None
 
 

@@ -103,12 +103,13 @@ def unit_bytes(
 ) -> int:
     """Bytes one unit takes at its peak, the largest of its three steps.
 
-    Reading: the region, and of one source object what is `fetched`, `copies` times (see `decoding_copies`). Computing:
-    input, a plain copy of it where its layout is odd, and the output. Writing: the output, `converted` bytes where zarr
-    holds it in another type, and one object in the codecs; where the unit is not just that object, also its part of the
-    output as one piece. The parameters of the unit, see `params_bytes`, are there all the time.
+    Reading: the region, of one source object what is `fetched`, `copies` times (see `decoding_copies`), and the last unit's
+    output, whose memory is used again. Computing: input, a plain copy of it where its layout is odd, and the output.
+    Writing: the output, `converted` bytes where zarr holds it in another type, and one object in the codecs; where the unit
+    is not just that object, also its part of the output as one piece. The parameters of the unit, see `params_bytes`, are
+    there all the time.
     """
-    reading = unit_in + copies * fetched
+    reading = unit_in + copies * fetched + unit_out
     computing = 2 * unit_in + unit_out
     writing = unit_out + converted + (2 if unit_out == object_out else 3) * object_out
     return max(reading, computing, writing) + params + MIB

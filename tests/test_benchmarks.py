@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from chunkq import workers
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -130,7 +132,7 @@ def check_paper(rows):
     planned = rows["1 PB in 64 MiB"]
     assert planned["items"] == planned["units"] == 14_907_321
     assert planned["listing"] == pytest.approx(planned["items"] * (2 * source + target))
-    assert planned["bookkeeping"] == 4 * planned["units"] + -(-2 * planned["items"] // 8)
+    assert planned["bookkeeping"] == workers.bookkeeping_bytes(planned["units"], 2 * planned["items"])
     long = rows["no-op units, threads, one unit a task"]["steady"]
     assert planned["threads"]["on_top"] > planned["listing"] + planned["units"] * long * 0.99
     assert planned["threads"]["work"] == 10**15 / 10**9 / 2
@@ -235,6 +237,6 @@ def test_what_others_keep_busy_is_told(frame):
         other.kill()
         other.wait()
     assert found > 0.3  # nearly 1, less on a machine that is full already
-    row = frame.Row("case", "chunkq", 6, "timed", "", (1.0,), 1.0, None, 1.0, {"other_cpus": found})
+    row = frame.Row("case", "chunkq", 6, "timed", "", (1.0,), 1.0, None, 1.0, facts={"other_cpus": found})
     about = {"cpu": "", "cores": 1, "isa": "", "commit": "", "python": "", "versions": {}, "elements": 6, "rounds": 3}
     assert "other processes kept" in frame.markdown([row], about, "")

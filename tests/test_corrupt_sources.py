@@ -282,7 +282,7 @@ def without_shard(folder):
 
 def without_inner(folder):
     codec = ShardingCodec(chunk_shape=CHUNKS, codecs=[BytesCodec(), Crc32cCodec()])
-    assert codec.index_location.value == "end"
+    assert codec.to_dict()["configuration"]["index_location"] == "end"
     source = write(folder / "x.zarr", fill_value=7, shards=(16, 48), compressors=[Crc32cCodec()])
     without_inner_chunk(source / "c/1/0", (2, 3), (1, 2))
     return source, "c/1/0 (inner chunk 1.2)", (slice(24, 32), slice(32, 48))

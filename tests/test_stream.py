@@ -199,7 +199,8 @@ keep_memory_flat()  # as the command line and worker processes do; elsewhere gli
 pause = threading.Event()
 total = 0
 for region, y in chunkq.stream(chunkq.DequantizeLinear(0.5), sys.argv[1], max_mem=sys.argv[2], workers=2):
-    pause.wait(float(sys.argv[3]))  # a consumer that is slower than the stream
+    # a consumer that is slower than the stream, and lets it read as far ahead as it may at first
+    pause.wait(float(sys.argv[3]) if total else 2)
     total += y.size
 peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(total, peak)

@@ -13,7 +13,7 @@ PACKAGE = Path(chunkq.__file__).parent
 
 # a module may import those of earlier rows
 ORDER = [
-    {"errors"},
+    {"errors", "buffers"},
     {"dtypes", "memory", "retry", "transport"},
     {"spec", "grid", "kernels"},
     {"threads", "packing", "layout", "places"},
