@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from chunkq.dtypes import DEQUANTIZE_LINEAR_X, FLOATS, QUANTIZE_LINEAR_X, QUANTIZED
 from chunkq.errors import SpecError
 from chunkq.operands import described, kind, optional_type, parameter
-from chunkq.ops import Operator, operator
+from chunkq.ops import INTEGERS, REALS, Operator, operator
 from chunkq.run import Array
 from chunkq.spec import (
     QuantSpec,
@@ -22,6 +23,9 @@ from chunkq.spec import (
 )
 
 BlockSize = int | tuple[int, ...]
+
+#: Types of a scale and a zero point that are numbers, for `operator` to keep.
+_NUMBERS = frozenset(product(REALS | INTEGERS, INTEGERS | {type(None)}))
 
 
 def _block_size(block_size: Any) -> BlockSize:
@@ -345,7 +349,8 @@ def dequantize_linear(
     >>> chunkq.dequantize_linear(codes, 0.5, x_dtype="float8_e4m3fn")
     array([[  0.5,   1. , 224. ]], dtype=float32)
     """
-    op = operator(DequantizeLinear, scale, zero_point, axis, block_size, output_dtype, x_dtype, scale_dtype)
+    numbers = (type(scale), type(zero_point)) in _NUMBERS and scale != 0
+    op = operator(DequantizeLinear, numbers, scale, zero_point, axis, block_size, output_dtype, x_dtype, scale_dtype)
     return op(x, out=out, n_threads=n_threads)
 
 

@@ -209,16 +209,15 @@ def _weak_x(x: Any) -> Array:
         raise SpecError("value", f"x is a ragged list: {error}") from error
 
 
-# Types whose values are the same where they are equal; of floats the zeros are not.
-_DISTINCT = frozenset((int, type(None), *(np.dtype(code).type for code in "bBhHiI")))
-_FLOATS = frozenset((float, np.float16, np.float32, np.float64))
+#: Types of numbers that are the same where type and value are equal; of floats, zeros are not: they have signs.
+INTEGERS = frozenset((int, *(np.dtype(code).type for code in "bBhHiI")))
+REALS = frozenset((float, np.float16, np.float32, np.float64))
 
 
-def operator(made: Any, *values: Any) -> Any:
-    """The operator of a call in one line: `INPUTS` and `ATTRIBUTES` in their order; kept where its inputs are numbers."""
-    for value in values[: len(made.INPUTS)]:
-        if type(value) not in _DISTINCT and (type(value) not in _FLOATS or (not value and copysign(1, value) < 0)):
-            return _made(made, *values)
+def operator(made: Any, keep: bool, *values: Any) -> Any:
+    """The operator of a call in one line, `INPUTS` and `ATTRIBUTES` in their order; kept for the next one if told so."""
+    if not keep:
+        return _made(made, *values)
     try:
         return _kept(made, *values)
     except TypeError:  # an attribute that has no hash: most likely a wrong one, which the operator's error says
@@ -346,5 +345,6 @@ def fake_quantize(
            [ 3.,  3.,  1.]], dtype=float32)
     """
     ranges = input_low, input_high, output_low, output_high
-    op = operator(FakeQuantize, *ranges, levels, auto_broadcast, broadcast_axis)
+    numbers = all(type(r) in REALS and (r != 0 or copysign(1, r) > 0) for r in ranges)
+    op = operator(FakeQuantize, numbers, *ranges, levels, auto_broadcast, broadcast_axis)
     return op(x, out=out, n_threads=n_threads)
