@@ -16,7 +16,7 @@ import numpy as np
 import zarr
 from zarr.storage import LocalStore
 
-from chunkq import grid
+from chunkq import direct, grid
 from chunkq.buffers import result_memory
 from chunkq.dtypes import ELEMENT_TYPES, to_holder
 from chunkq.errors import ChunkqError, RunError
@@ -178,7 +178,8 @@ def _write(job: Job, region: Region, y: Array) -> None:
     values = to_holder(y)
 
     def put() -> None:
-        writable(target)[region] = values
+        if not direct.write(target, region, values):
+            writable(target)[region] = values
 
     _attempt(WRITING, put, job.retries, lambda: delete_objects(target, keys))
 
@@ -287,7 +288,8 @@ def _bad_keys(job: Job, step: str, region: Region) -> tuple[tuple[str, str], ...
 # ---- zarr's own concurrency
 
 # One object at a time in each thread or process: many encoded at once thrash the caches and multiply the memory.
-_ZARR_CONFIG = {"async.concurrency": 1, "threading.max_workers": 1}
+# Not zarr's number of threads as well: it is for good, for the whole process, and one thread would encode for all workers.
+_ZARR_CONFIG = {"async.concurrency": 1}
 _inside = threading.Lock()
 _users = 0
 _setting: Any = None

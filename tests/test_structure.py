@@ -16,7 +16,7 @@ ORDER = [
     {"errors", "buffers"},
     {"dtypes", "memory", "retry", "transport"},
     {"spec", "grid", "kernels"},
-    {"threads", "packing", "layout", "places"},
+    {"threads", "packing", "layout", "places", "direct"},
     {"run", "lock", "contents"},
     {"store"},
     {"operands", "objects", "stored"},

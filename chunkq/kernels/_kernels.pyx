@@ -42,6 +42,11 @@ cdef extern from "elements.h" nogil:
     void cq_stream(void*, const void*, Py_ssize_t)
     void cq_fence()
 
+cdef extern from "crc32c.h" nogil:
+    int CQ_CRC32C
+    void cq_prepare_crc32c()
+    uint32_t cq_crc32c(const uint8_t*, Py_ssize_t)
+
 cdef extern from "threads.h" nogil:
     int CQ_OPENMP
     double cq_seconds()
@@ -763,3 +768,22 @@ cdef class Call:
 def pause_threads() -> bool:
     """End this thread's idle OpenMP team; False where the OpenMP library cannot."""
     return bool(cq_pause_threads())
+
+
+# ---- checksums
+
+cq_prepare_crc32c()
+CRC32C = bool(CQ_CRC32C)
+
+
+def crc32c(const unsigned char[::1] data) -> int:
+    """CRC-32C, while other threads go on; for builds where CRC32C is true."""
+    cdef Py_ssize_t n = data.shape[0]
+    cdef uint32_t found
+    if not CQ_CRC32C:
+        raise RuntimeError("this instruction set has no CRC-32C")
+    if n == 0:
+        return 0
+    with nogil:
+        found = cq_crc32c(&data[0], n)
+    return found
