@@ -74,7 +74,8 @@ def test_few_modules_touch_zarr_and_one_dask_array():
     zarr_users = {name for name, found in users.items() if any(m.split(".")[0] == "zarr" for m in found)}
     # units sets zarr's configuration; the others read, write and list
     assert zarr_users == {
-        "admission", "contents", "listing", "lock", "objects", "places", "shards", "store", "stored", "target", "units"
+        "admission", "contents", "direct", "listing", "lock", "objects", "places", "shards", "store", "stored", "target",
+        "units"
     }  # fmt: skip
 
 

@@ -188,12 +188,20 @@ def test_the_factors_against_zarr(codec, inner, factors, part):
 # ---- the choice
 
 
-def test_aligned_grids_take_one_large_object_a_unit_and_a_process_a_cpu():
+def test_aligned_grids_take_one_large_object_a_unit_and_a_thread_a_cpu():
     given = work((64 * 1024, 4096), (1024, 4096), (1024, 4096))
     found = workers.arrange(given, "auto", None, 4 << 30)
-    assert (found.unit_shape, found.units, found.kind, found.source_reads) == ((1024, 4096), 64, "processes", 1.0)
+    assert (found.unit_shape, found.units, found.kind, found.source_reads) == ((1024, 4096), 64, "threads", 1.0)
     assert found.memory.workers == 4
     assert found.memory.total <= found.limit == 4 << 30
+
+
+def test_small_objects_with_a_codec_take_a_process_a_cpu_and_so_do_many_cpus(monkeypatch):
+    small = work((64 * 1024, 4096), (64, 4096), (64, 4096))
+    assert workers.arrange(small, "auto", None, 4 << 30).kind == "processes"
+    large = work((64 * 1024, 4096), (1024, 4096), (1024, 4096))
+    monkeypatch.setattr(workers, "available_cpus", lambda: 32)
+    assert workers.arrange(large, "auto", None, 16 << 30).kind == "processes"
     plain = work((64 * 1024, 4096), (1024, 4096), (1024, 4096), encodes=False)
     assert workers.arrange(plain, "auto", None, 4 << 30).kind == "threads"
     little = work((8 * 1024, 4096), (1024, 4096), (1024, 4096))
@@ -257,7 +265,7 @@ def test_workers_that_were_asked_for_are_not_fewer():
 
 
 def test_fewer_processes_than_threads_are_not_worth_it():
-    given = work((65536, 4096), (1024, 4096), (1024, 4096))
+    given = work((65536, 4096), (64, 4096), (64, 4096))
     found = workers.arrange(given, "auto", None, 460 * MIB)
     assert (found.kind, found.memory.workers) == ("threads", 4)
     assert workers.arrange(given, "auto", None, 1 << 30).kind == "processes"
