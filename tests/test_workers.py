@@ -269,7 +269,7 @@ def test_fewer_processes_than_threads_are_not_worth_it():
     found = workers.arrange(given, "auto", None, 460 * MIB)
     assert (found.kind, found.memory.workers) == ("threads", 4)
     assert workers.arrange(given, "auto", None, 1 << 30).kind == "processes"
-    assert workers.arrange(given, "processes", None, 460 * MIB).memory.workers == 2
+    assert workers.arrange(given, "processes", None, 460 * MIB).memory.workers == 3
     # one thread is as good as one process, and one interpreter less
     large = work((65536, 4096), (4096, 4096), (4096, 4096))
     found = workers.arrange(large, "auto", None, 440 * MIB)
