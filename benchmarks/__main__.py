@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from benchmarks import codecs, frame, kernels, pipeline, scale
 
 SUITES: dict[str, Any] = {"kernels": kernels, "pipeline": pipeline, "codecs": codecs}
 
-Case = TypeVar("Case")
+Named = TypeVar("Named")
 
 EPILOG = """\
 examples:
@@ -50,6 +51,10 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--elements", type=positive, metavar="N", help="elements of the tensor; scale: units")
     top.add_argument("--rounds", type=positive, metavar="N", help="rounds; every contender runs once in each")
     top.add_argument("--rows", metavar="NAME,...", help="only cases with one of these words in their name")
+    top.add_argument(
+        "--only", metavar="NAME,...", help="beside chunkq only contenders with one of these words in their name"
+    )
+    top.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
     top.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     return top
 
@@ -61,15 +66,22 @@ def positive(text: str) -> int:
     return value
 
 
-def chosen(cases: dict[str, Case], rows: str | None) -> dict[str, Case]:
-    """The cases with one of the words in their name; none is an error, so that a typing mistake is not an empty table."""
-    if rows is None:
-        return cases
-    words = [word.strip().lower() for word in rows.split(",") if word.strip()]
-    found = {name: make for name, make in cases.items() if any(word in name.lower() for word in words)}
+def chosen(named: dict[str, Named], words: str | None, option: str = "--rows") -> dict[str, Named]:
+    """Those with one of the words in their name; none is an error, so that a typing mistake is not an empty table."""
+    if words is None:
+        return named
+    wanted = [word.strip().lower() for word in words.split(",") if word.strip()]
+    found = {name: value for name, value in named.items() if any(word in name.lower() for word in wanted)}
     if not found:
-        raise RequestError(f"--rows {rows}: no case has such a name; there are: {'; '.join(cases)}")
+        raise RequestError(f"{option} {words}: no case has such a name; there are: {'; '.join(named)}")
     return found
+
+
+def beside(case: frame.Case, words: str | None) -> frame.Case:
+    """The case with chunkq and the contenders asked for; a copy's rate stays, which others are measured by."""
+    kept = chosen(case.contenders, words, "--only")
+    always = {name: c for name, c in case.contenders.items() if name in (frame.SUBJECT, "memcpy")}
+    return replace(case, contenders={name: c for name, c in case.contenders.items() if name in kept or name in always})
 
 
 class RequestError(Exception):
@@ -89,15 +101,22 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     # before the first case: a tree that changes meanwhile must not lend its new commit to old kernels
     about = frame.environment() | {"suite": options.suite, "elements": elements, "rounds": rounds}
+    markdown = codecs.markdown if module is codecs else frame.markdown  # two rows of codecs make a line
     rows: list[frame.Row] = []
     for name, make in cases.items():
         print(f"{name} ...", file=sys.stderr, flush=True)
-        rows += frame.measure(make(), rounds)
-    markdown = codecs.markdown if module is codecs else frame.markdown  # two rows of codecs make a line
+        rows += frame.measure(beside(make(), options.only), rounds)
+        save(options, markdown(rows, about, module.LEGEND), about, rows)
     print(markdown(rows, about, module.LEGEND))
+    return int(any(row.status == "wrong" for row in rows))
+
+
+def save(options: argparse.Namespace, table: str, about: dict[str, Any], rows: list[Any]) -> None:
+    """Write what there is so far: a run that is broken off has not been for nothing."""
+    if options.markdown:
+        options.markdown.write_text(f"# {options.suite.capitalize()}\n\n{table}\n")
     if options.json:
         options.json.write_text(json.dumps(about | {"rows": [row.to_dict() for row in rows]}, indent=1) + "\n")
-    return int(any(row.status == "wrong" for row in rows))
 
 
 def main_of_scale(options: argparse.Namespace) -> int:
@@ -119,8 +138,7 @@ def main_of_scale(options: argparse.Namespace) -> int:
             return 1
     about["load_after"] = os.getloadavg()[0]
     print(scale.markdown(rows, about))
-    if options.json:
-        options.json.write_text(json.dumps(about | {"rows": [row.to_dict() for row in rows]}, indent=1) + "\n")
+    save(options, scale.markdown(rows, about), about, rows)
     return 0
 
 

@@ -230,7 +230,7 @@ def _aim(contender: Contender, ratio: float | None, moved: int | None) -> str:
     """What is aimed at beside this contender, and whether this run saw it."""
     said = []
     if ratio is not None and contender.target is not None:
-        said.append(f">= {contender.target:g} x: {'met' if ratio >= contender.target else 'MISSED'}")
+        said.append(f">= {contender.target:.2g} x: {'met' if ratio >= contender.target else 'MISSED'}")
     if ratio is not None and contender.share is not None and contender.moved and moved:
         share = ratio * moved / contender.moved
         met = "met" if share >= contender.share else "MISSED"

@@ -33,6 +33,7 @@ def read(array: zarr.Array[Any], region: Region) -> Array | None:
     steps = _steps(array)
     if steps is None or not region:
         return None
+    region = tuple(slice(*part.indices(n)) for part, n in zip(region, array.shape, strict=True))
     chunk = tuple(map(int, array.chunks))
     places = _whole_objects(region, chunk, array.shape)
     if places is None:
@@ -56,9 +57,13 @@ def write(array: zarr.Array[Any], region: Region, values: Array) -> bool:
     chunk = tuple(map(int, array.chunks))
     if steps is None or not region or values.dtype != array.dtype or not values.dtype.isnative:
         return False
-    if any(p.start % k or p.stop % k for p, k in zip(region, chunk, strict=True)):
+    region = tuple(slice(*part.indices(n)) for part, n in zip(region, array.shape, strict=True))
+    if any(p.stop % k for p, k in zip(region, chunk, strict=True)):
         return False
-    for place in _whole_objects(region, chunk, array.shape) or ():
+    places = _whole_objects(region, chunk, array.shape)
+    if places is None:
+        return False
+    for place in places:
         data: Any = default_buffer_prototype().nd_buffer.from_numpy_array(values[_within(region, chunk, place)])
         for codec, spec in steps:
             data = _with_checksum(data) if _is_ours(codec) else codec._encode_sync(data, spec)
@@ -88,7 +93,7 @@ def _whole_objects(region: Region, chunk: Shape, shape: Shape) -> list[Shape] | 
     """Where the objects of a region lie in their grid, in C order; None where it cuts one."""
     ranges = []
     for part, k, n in zip(region, chunk, shape, strict=True):
-        if part.start % k or (part.stop % k and part.stop != n) or part.start >= part.stop:
+        if part.step != 1 or part.start % k or (part.stop % k and part.stop != n) or part.start >= part.stop:
             return None
         ranges.append(range(part.start // k, -(-part.stop // k)))
     return list(product(*ranges))

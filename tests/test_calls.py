@@ -182,3 +182,22 @@ def test_codes_of_a_zero_point_are_no_numbers():
     op = chunkq.DequantizeLinear([1.0, 1.0], np.int8([-1, 1]), axis=0, x_dtype="int4")
     for _ in range(2):
         assert op(x).tolist() == [[2, 3], [2, 3]]
+
+
+def test_calls_in_one_line_are_the_operators_with_the_same_arguments():
+    x, codes = np.linspace(-3, 3, 64, dtype=np.float32).reshape(8, 8), np.arange(64, dtype=np.uint8).reshape(8, 8)
+    parameters = ((0.5, 3), (np.float32(0.5), np.uint8(3)), (np.full(8, 0.5, np.float32), np.full(8, 3, np.uint8)))
+    for scale, zero_point in parameters:
+        made = {"axis": 0, "output_dtype": "float16"}
+        op = chunkq.DequantizeLinear(scale, zero_point, **made)
+        assert np.array_equal(chunkq.dequantize_linear(codes, scale, zero_point, **made), op(codes))
+        made = {"axis": 0, "output_dtype": "uint8", "precision": "float16", "saturate": False}
+        op = chunkq.QuantizeLinear(scale, zero_point, **made)
+        assert np.array_equal(chunkq.quantize_linear(x, scale, zero_point, **made), op(x))
+        made = {"axis": 0, "quantized_dtype": "uint8", "precision": "float16", "output_dtype": "float16"}
+        op = chunkq.QuantizeDequantize(scale, zero_point, **made)
+        assert np.array_equal(chunkq.quantize_dequantize(x, scale, zero_point, **made), op(x))
+    for ranges in ((-1.0, 1.0, 0.0, 2.0), (-1, 1, 0, 2), (np.float32(-1), 1.0, -0.0, 2.0)):
+        op = chunkq.FakeQuantize(*ranges, 16, auto_broadcast="pdpd", broadcast_axis=0)
+        for _ in range(2):
+            assert np.array_equal(chunkq.fake_quantize(x, *ranges, 16, auto_broadcast="pdpd", broadcast_axis=0), op(x))

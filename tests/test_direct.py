@@ -142,3 +142,11 @@ print(sync._get_executor()._max_workers)
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert int(done.stdout) > 1
+
+
+def test_regions_as_zarr_takes_them():
+    array = create({}, chunks=SHAPE, compressors=())
+    array[:] = VALUES
+    for region in ((slice(None), slice(None)), (slice(-5, None), slice(0, 100))):
+        assert np.array_equal(direct.read(array, region), VALUES[region])
+    assert direct.read(array, np.s_[::2, :]) is None
