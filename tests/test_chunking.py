@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from test_quantize_linear import E8M0, OPERATORS, QUANTIZED, REALS, chance, codes, refused, scales
 
 import chunkq
-from chunkq import graph
+from chunkq import direct, graph
 
 client = test_graph.client  # the fixture: two processes
 ATTRIBUTE = "chunkq.dtype"
@@ -117,14 +117,24 @@ def test_on_a_cluster(tmp_path, client):
 @pytest.fixture
 def reads(monkeypatch):
     """What is read of any zarr array: its dtype and the bounds of the region."""
-    seen, read = [], zarr.Array.__getitem__
+    seen, read, directly = [], zarr.Array.__getitem__, direct.read
 
-    def spy(array, selection):
+    def note(array, selection):
         parts = selection if isinstance(selection, tuple) else (slice(None),) * array.ndim
         seen.append((array.dtype.name, tuple(s.indices(n)[:2] for s, n in zip(parts, array.shape, strict=True))))
+
+    def spy(array, selection):
+        note(array, selection)
         return read(array, selection)
 
+    def spy_directly(array, region):
+        found = directly(array, region)
+        if found is not None:
+            note(array, region)
+        return found
+
     monkeypatch.setattr(zarr.Array, "__getitem__", spy)
+    monkeypatch.setattr(direct, "read", spy_directly)
     return seen
 
 
