@@ -89,6 +89,20 @@ def test_dequantize_every_code(name, y, isa):
 
 
 @pytest.mark.parametrize("y", ["float32", *HALVES])
+@pytest.mark.parametrize("name", [*INTEGERS, *FLOAT8, *FINITE])
+def test_every_code_at_scales_that_overflow_vanish_or_are_no_numbers(name, y, isa):
+    """In runs long enough for every loop: a scale that takes a power of two along must round and overflow as without."""
+    finfo = np.finfo(np.float32)
+    ends = [np.float32(2.0) ** e for e in (-149, -140, -127, -126, -120, -10, 100, 119, 120, 127)]
+    scales = np.float32([*ends, 1.1, 3e-39, finfo.max, finfo.tiny, 0.0, -0.0, -1.7, np.inf, -np.inf, np.nan])
+    x = np.broadcast_to(np.tile(every_code(name), 2), (len(scales), 2 * len(every_code(name))))
+    expected = reference.dequantize_linear(x, scales, axis=0, output_dtype=dtype_of(y))
+    found = chunkq.dequantize_linear(x, scales, axis=0, output_dtype=y)
+    assert reference.same_bits(found, expected)
+    assert y == "float32" or one_nan(found)
+
+
+@pytest.mark.parametrize("y", ["float32", *HALVES])
 @pytest.mark.parametrize("name", [*HALVES, "float8_e8m0fnu"])
 def test_every_scale(name, y, isa):
     scale = every_code(name)

@@ -3,6 +3,7 @@
 #ifndef CHUNKQ_ELEMENTS_H
 #define CHUNKQ_ELEMENTS_H
 
+#include <float.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -171,8 +172,8 @@ static inline cq_by_f16 cq_by_f16_of(const cq_minifloat *f) {
     return k;
 }
 
-/* 16 codes as float32 in a and b; 0 where one of them does not go this way. */
-static inline int cq_16_of_minifloat(__m128i codes, const cq_by_f16 *k, __m256 *a, __m256 *b) {
+/* 16 codes as float32 in a and b, times `factor` over k->rebias; 0 where one of them does not go this way. */
+static inline int cq_16_of_minifloat(__m128i codes, const cq_by_f16 *k, __m256 factor, __m256 *a, __m256 *b) {
     codes = _mm_and_si128(codes, k->all);
     __m128i zero = _mm_cmpeq_epi8(k->minus_zero, _mm_setzero_si128());
     __m128i special = _mm_andnot_si128(zero, _mm_cmpeq_epi8(codes, k->minus_zero));
@@ -181,8 +182,8 @@ static inline int cq_16_of_minifloat(__m128i codes, const cq_by_f16 *k, __m256 *
     __m256i w = _mm256_cvtepu8_epi16(codes);
     w = _mm256_or_si256(_mm256_sll_epi16(_mm256_and_si256(w, k->magnitude), k->to_exponent),
                         _mm256_sll_epi16(_mm256_and_si256(w, k->top), k->to_sign));
-    *a = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(w)), k->rebias);
-    *b = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(w, 1)), k->rebias);
+    *a = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(w)), factor);
+    *b = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(w, 1)), factor);
     return 1;
 }
 
@@ -192,7 +193,7 @@ static inline ptrdiff_t cq_load_minifloat_f16(const uint8_t *x, float *t, ptrdif
     ptrdiff_t i = 0;
     for (; i + 16 <= n; i += 16) {
         __m256 a, b;
-        if (!cq_16_of_minifloat(_mm_loadu_si128((const __m128i *)(x + i)), k, &a, &b)) break;
+        if (!cq_16_of_minifloat(_mm_loadu_si128((const __m128i *)(x + i)), k, k->rebias, &a, &b)) break;
         if (dequantize) {
             a = _mm256_mul_ps(_mm256_sub_ps(a, z), s);
             b = _mm256_mul_ps(_mm256_sub_ps(b, z), s);
@@ -285,8 +286,9 @@ static inline void cq_ask(const void *p) { _mm_prefetch((const char *)p + 4096, 
 #endif
 
 /* (value - zero_point) * scale of 8-bit integers and minifloats as 16-bit floats or float32, in one loop by way of registers.
-   Returns how many were done; it stops before NaN (in 16 bits) and what is not 16 elements. */
-enum { CQ_FROM_UINT8, CQ_FROM_INT8, CQ_FROM_MINIFLOAT };
+   Returns how many were done; it stops before special codes and what is not 16 elements. CQ_FROM_UNSHIFTED is a minifloat
+   without zero point, whose scale takes the power of two that its values lack: they are multiplied once, exactly as twice. */
+enum { CQ_FROM_UINT8, CQ_FROM_INT8, CQ_FROM_MINIFLOAT, CQ_FROM_UNSHIFTED };
 enum { CQ_TO_F16, CQ_TO_BF16, CQ_TO_F32 };
 
 #ifdef CQ_F16_WAY
@@ -295,27 +297,27 @@ static inline ptrdiff_t cq_from_bytes(const uint8_t *x, int from, void *to, int 
     uint16_t *y = (uint16_t *)to;
     float *t = (float *)to;
     const __m256 s = _mm256_set1_ps(scale), z = _mm256_set1_ps(zero_point);
+    const __m256 factor = from == CQ_FROM_UNSHIFTED ? _mm256_mul_ps(s, k->rebias) : k->rebias;
     ptrdiff_t i = 0;
     for (; i + 16 <= n; i += 16) {
         __m128i codes = _mm_loadu_si128((const __m128i *)(x + i));
         __m256 a, b;
-        if (from != CQ_FROM_MINIFLOAT) cq_ask(x + i);
-        if (from == CQ_FROM_MINIFLOAT) {
-            if (!cq_16_of_minifloat(codes, k, &a, &b)) break;
+        if (from >= CQ_FROM_MINIFLOAT) {
+            if (!cq_16_of_minifloat(codes, k, factor, &a, &b)) break;
         } else {
             __m128i high = _mm_srli_si128(codes, 8);
+            cq_ask(x + i);
             a = _mm256_cvtepi32_ps(from == CQ_FROM_INT8 ? _mm256_cvtepi8_epi32(codes) : _mm256_cvtepu8_epi32(codes));
             b = _mm256_cvtepi32_ps(from == CQ_FROM_INT8 ? _mm256_cvtepi8_epi32(high) : _mm256_cvtepu8_epi32(high));
         }
-        a = _mm256_mul_ps(_mm256_sub_ps(a, z), s);
-        b = _mm256_mul_ps(_mm256_sub_ps(b, z), s);
+        if (from != CQ_FROM_UNSHIFTED) {
+            a = _mm256_mul_ps(_mm256_sub_ps(a, z), s);
+            b = _mm256_mul_ps(_mm256_sub_ps(b, z), s);
+        }
         if (kind == CQ_TO_F32) {
             _mm256_storeu_ps(t + i, a);
             _mm256_storeu_ps(t + i + 8, b);
-            continue;
-        }
-        if (CQ_NAN_AMONG(a, b)) break;
-        if (kind == CQ_TO_BF16) {
+        } else if (kind == CQ_TO_BF16) {
             __m256i packed = _mm256_packus_epi32(cq_8_to_bf16(a), cq_8_to_bf16(b));
             cq_store_32(y + i, _mm256_permute4x64_epi64(packed, 0xd8), stream);
         } else {
@@ -360,6 +362,11 @@ static ptrdiff_t cq_quantize_8(const float *x, void *to, int is_signed, ptrdiff_
 static ptrdiff_t cq_dequantize_bytes(const void *x, int from, void *y, int kind, ptrdiff_t n, const cq_by_f16 *k,
                                      float scale, float zero_point, int stream) {
 #ifdef CQ_F16_WAY
+    if (kind != CQ_TO_F32 && !(fabsf(scale) <= FLT_MAX)) return 0; /* NaN may come of it, which has its own bits there */
+    if (from == CQ_FROM_MINIFLOAT && cq_bits(zero_point) == 0) {
+        const float factor = fabsf(scale * _mm256_cvtss_f32(k->rebias));
+        if (factor >= FLT_MIN && factor <= FLT_MAX) from = CQ_FROM_UNSHIFTED;
+    }
     stream = stream && ((uintptr_t)y & 31) == 0;
 #define CQ_CASE(from, kind) \
     case 4 * from + kind: \
@@ -375,6 +382,9 @@ static ptrdiff_t cq_dequantize_bytes(const void *x, int from, void *y, int kind,
         CQ_CASE(CQ_FROM_MINIFLOAT, CQ_TO_F16)
         CQ_CASE(CQ_FROM_MINIFLOAT, CQ_TO_BF16)
         CQ_CASE(CQ_FROM_MINIFLOAT, CQ_TO_F32)
+        CQ_CASE(CQ_FROM_UNSHIFTED, CQ_TO_F16)
+        CQ_CASE(CQ_FROM_UNSHIFTED, CQ_TO_BF16)
+        CQ_CASE(CQ_FROM_UNSHIFTED, CQ_TO_F32)
     }
 #undef CQ_CASE
 #endif
