@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -15,7 +16,7 @@ from benchmarks.peers import onnxruntime_contender, onnxruntime_fresh
 
 SMALL = 1 << 10
 IN_CACHE = 1 << 16
-FOR_THREADS = 1 << 20
+FOR_THREADS = (1 << 20, 1 << 22)
 
 
 def cases(elements: int) -> dict[str, Maker]:
@@ -29,9 +30,9 @@ def cases(elements: int) -> dict[str, Maker]:
         made[name] = partial(cached_case, name, "DequantizeLinear", axis)
         name = f"QuantizeLinear float32 to int8, {what}, in cache"
         made[name] = partial(cached_case, name, "QuantizeLinear", axis)
-    for type_name in ("float8_e4m3fn", "int4"):
-        name = f"DequantizeLinear {type_name}, two threads over one"
-        made[name] = partial(threads_case, name, type_name)
+    for type_name, size in product(("float8_e4m3fn", "int4"), FOR_THREADS):
+        name = f"DequantizeLinear {type_name}, {size >> 20} M elements, two threads over one"
+        made[name] = partial(threads_case, name, type_name, size)
     name = "DequantizeLinear uint8, first axis, new output"
     made[name] = partial(fresh_case, name, (64, up(elements, 64)))
     return made
@@ -85,9 +86,9 @@ def cached_case(name: str, operator: str, axis: int | None) -> Case:
     return Case(name, x.size, contenders, calls=100, moved=x.nbytes + expected.nbytes)
 
 
-def threads_case(name: str, type_name: str) -> Case:
-    """A million elements, whose decoding is arithmetic enough for a second thread to count."""
-    shape = (256, FOR_THREADS // 256)
+def threads_case(name: str, type_name: str, size: int) -> Case:
+    """Elements whose decoding is arithmetic enough for a second thread to count."""
+    shape = (256, size // 256)
     rng = np.random.default_rng(0)
     scale = rng.uniform(0.001, 0.1, shape[0]).astype(np.float32)
     if type_name == "int4":

@@ -349,7 +349,7 @@ def dequantize_linear(
     >>> chunkq.dequantize_linear(codes, 0.5, x_dtype="float8_e4m3fn")
     array([[  0.5,   1. , 224. ]], dtype=float32)
     """
-    numbers = (type(scale), type(zero_point)) in _NUMBERS and scale != 0
+    numbers = (type(scale), type(zero_point)) in _NUMBERS and bool(scale)
     attributes = axis, block_size, output_dtype, x_dtype, scale_dtype
     op = operator(DequantizeLinear, numbers, scale, zero_point, *attributes)
     return op(x, out=out, n_threads=n_threads)
@@ -392,7 +392,7 @@ def quantize_linear(
     >>> chunkq.quantize_linear(np.array([0.5, 1.5, 2.5, -0.5], np.float32), 1.0, np.int8(1))
     array([1, 3, 3, 1], dtype=int8)
     """
-    numbers = (type(scale), type(zero_point)) in _NUMBERS and scale != 0
+    numbers = (type(scale), type(zero_point)) in _NUMBERS and bool(scale)
     attributes = axis, block_size, output_dtype, saturate, precision, x_dtype, scale_dtype
     op = operator(QuantizeLinear, numbers, scale, zero_point, *attributes)
     return op(x, out=out, n_threads=n_threads)
@@ -436,7 +436,7 @@ def quantize_dequantize(
     >>> chunkq.quantize_dequantize(np.array([0.24, 0.26, 99.0], np.float32), 0.5, np.int8(0))
     array([ 0. ,  0.5, 63.5], dtype=float32)
     """
-    numbers = (type(scale), type(zero_point)) in _NUMBERS and scale != 0
+    numbers = (type(scale), type(zero_point)) in _NUMBERS and bool(scale)
     attributes = axis, block_size, quantized_dtype, saturate, precision, output_dtype, x_dtype, scale_dtype
     op = operator(QuantizeDequantize, numbers, scale, zero_point, *attributes)
     return op(x, out=out, n_threads=n_threads)
