@@ -77,7 +77,7 @@ cdef enum:
     TILE = 1024          # elements; input, output and four parameter tiles stay in L1
     SHORT_RUN = 32       # parameter runs below this are expanded into a tile
     ITEM = 16384         # elements one thread takes at a time
-    COLUMNS = 4096       # and how many of a row, where parameters advance along it and are used again by the next
+    COLUMNS = 8192       # values of all parameters, where they advance along a row and are used again by the next: 32 KiB
     MAX_PARAMS = 4
     N_SETTINGS = 15
 
@@ -505,7 +505,7 @@ cdef void run_items(const Job* job, Py_ssize_t items, real top, int n_threads) n
 
 cdef void split_into_items(Job* job) noexcept nogil:
     """Row slices where rows are long; rows by a column tile where parameters advance, to keep them in L1."""
-    job.columns = min(job.row, <Py_ssize_t>(COLUMNS if job.advancing and job.rows > 1 else ITEM))
+    job.columns = min(job.row, <Py_ssize_t>(COLUMNS // job.n_params if job.advancing and job.rows > 1 else ITEM))
     job.row_block = max(<Py_ssize_t>1, ITEM // job.columns)
     job.row_blocks = (job.rows + job.row_block - 1) // job.row_block
 
