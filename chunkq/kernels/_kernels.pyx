@@ -77,7 +77,7 @@ cdef enum:
     TILE = 1024          # elements; input, output and four parameter tiles stay in L1
     SHORT_RUN = 32       # parameter runs below this are expanded into a tile
     ITEM = 16384         # elements one thread takes at a time
-    COLUMNS = 8192       # values of all parameters, where they advance along a row and are used again by the next: 32 KiB
+    COLUMNS = 8192       # parameter values of an item, where they advance along a row and the next uses them again
     MAX_PARAMS = 4
     N_SETTINGS = 15
 
@@ -628,8 +628,9 @@ cdef bint meet(const void* a, Py_ssize_t a_size, const void* b, Py_ssize_t b_siz
 
 
 cdef class Call:
-    """An operator ready for tensors of one shape and one set of parameters, so that a second call costs little more than its
-    elements.
+    """An operator ready for tensors of one shape and one set of parameters.
+
+    A second call costs little more than its elements.
 
     Parameters
     ----------
