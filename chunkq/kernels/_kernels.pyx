@@ -101,7 +101,7 @@ cdef struct Job:
     int division                             # the type QuantizeLinear divides in
     int32_t low, high, over                  # the quantized type's range; the code of what is above it
     cq_minifloat mini                        # the quantized type; of other narrow types than minifloats the width only
-    const cq_by_f16* by_f16                  # how minifloats are decoded by way of float16
+    const cq_by_f16* by_f16                  # how minifloats are decoded by way of float16; NULL for other types
     bint shifted                             # whether there is a zero point, where zeros have signs
     bint in_place                            # whether results are computed in y itself
     bint narrow                              # whether one loop does it all, in y itself

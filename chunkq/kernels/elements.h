@@ -297,8 +297,10 @@ static inline ptrdiff_t cq_from_bytes(const uint8_t *x, int from, void *to, int 
     uint16_t *y = (uint16_t *)to;
     float *t = (float *)to;
     const __m256 s = _mm256_set1_ps(scale), z = _mm256_set1_ps(zero_point);
-    const __m256 factor = from == CQ_FROM_UNSHIFTED ? _mm256_mul_ps(s, k->rebias) : k->rebias;
+    __m256 factor = s; /* of minifloats only: k is NULL for integers */
     ptrdiff_t i = 0;
+    if (from == CQ_FROM_MINIFLOAT) factor = k->rebias;
+    if (from == CQ_FROM_UNSHIFTED) factor = _mm256_mul_ps(s, k->rebias);
     for (; i + 16 <= n; i += 16) {
         __m128i codes = _mm_loadu_si128((const __m128i *)(x + i));
         __m256 a, b;
