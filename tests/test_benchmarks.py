@@ -240,3 +240,36 @@ def test_what_others_keep_busy_is_told(frame):
     row = frame.Row("case", "chunkq", 6, "timed", "", (1.0,), 1.0, None, 1.0, facts={"other_cpus": found})
     about = {"cpu": "", "cores": 1, "isa": "", "commit": "", "python": "", "versions": {}, "elements": 6, "rounds": 3}
     assert "other processes kept" in frame.markdown([row], about, "")
+
+
+def test_a_table_and_a_summary_of_some_contenders(tmp_path, frame, monkeypatch):
+    files = ["--json", tmp_path / "out.json", "--markdown", tmp_path / "out.md"]
+    done = run("kernels", "--quick", "--rows", "per axis, small call", "--only", "numpy", *files)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["contender"] for row in rows] == ["chunkq", "NumPy"]
+    assert "per axis, small call" in (tmp_path / "out.md").read_text()
+    done = run("kernels", "--quick", "--rows", "small call", "--only", "nonsense")
+    assert done.returncode == 2
+    assert "--only nonsense" in done.stderr
+
+    summary = importlib.import_module("benchmarks.summary")
+    monkeypatch.setattr(summary, "RESULTS", tmp_path / "RESULTS.md")
+    summary.RESULTS.write_text(f"before\n{summary.BEGIN}\nold\n{summary.END}\nafter\n")
+    done = run("kernels", "--quick", "--rows", "uint8, small call", "--json", tmp_path / "out.json")
+    assert summary.main([str(tmp_path / "out.json")]) == 0
+    text = summary.RESULTS.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "| DequantizeLinear uint8, small call | NumPy |" in text
+
+
+def test_what_is_aimed_at_is_judged(frame):
+    aims = {"peer": frame.Contender(None, target=2.0), "copy": frame.Contender(None, moved=80, share=0.5)}
+    assert frame._aim(aims["peer"], 2.5, 40) == ">= 2 x: met"
+    assert frame._aim(aims["peer"], 1.5, 40) == ">= 2 x: MISSED"
+    assert frame._aim(aims["copy"], 1.0, 40) == "50% of its bytes/s, >= 50%: met"
+    assert frame._aim(aims["copy"], 0.9, 40) == "45% of its bytes/s, >= 50%: MISSED"
+    with pytest.raises(KeyError, match="no such contenders: other"):
+        frame.aiming(aims, other=1.0)
