@@ -114,7 +114,8 @@ def main(arguments: list[str] | None = None) -> int:
 def save(options: argparse.Namespace, table: str, about: dict[str, Any], rows: list[Any]) -> None:
     """Write what there is so far: a run that is broken off has not been for nothing."""
     if options.markdown:
-        options.markdown.write_text(f"# {options.suite.capitalize()}\n\n{table}\n")
+        title = "" if table.startswith("# ") else f"# {options.suite.capitalize()}\n\n"
+        options.markdown.write_text(f"{title}{table}\n")
     if options.json:
         options.json.write_text(json.dumps(about | {"rows": [row.to_dict() for row in rows]}, indent=1) + "\n")
 
