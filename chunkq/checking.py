@@ -18,6 +18,7 @@ from chunkq.cluster import active_client
 from chunkq.dtypes import ELEMENT_TYPES
 from chunkq.errors import RunError, SpecError
 from chunkq.execute import Counter
+from chunkq.interrupts import held_interrupts
 from chunkq.job import compute_units
 from chunkq.journal import Progressed
 from chunkq.listing import list_objects, missing_keys
@@ -124,6 +125,7 @@ def _what(outcome: Outcome) -> str:
     return outcome.message + keys
 
 
+@held_interrupts()
 def verify(
     source: Any,
     target: Any,

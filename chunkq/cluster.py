@@ -19,6 +19,7 @@ import dask
 
 from chunkq.errors import ChunkqError, RunError, SpecError
 from chunkq.execute import Batch, Counter, Task, Units, run_batch, task_key
+from chunkq.interrupts import check_interrupts
 from chunkq.memory import own_peak, reset_peak
 from chunkq.units import Job, describe_region
 
@@ -280,6 +281,7 @@ def run_on_cluster(job: Job, task: Task, indices: Sequence[int], client: Any, co
     window = _Window(client, job, task, indices)
     try:
         while window.refill():
+            check_interrupts()
             for batch in window.collect():
                 for outcome in batch.outcomes:
                     counter.count(outcome)

@@ -1,7 +1,8 @@
 """Runs a task for each of many units on this machine: Dask's schedulers, worker processes, progress, peak memory.
 
 Units that are short go to a scheduler several at a time, which it takes for one task; each is counted on its own. Not
-dask.array: it would cost every worker 50 MiB. Clusters are in cluster.py. Imports units and memory.
+dask.array: it would cost every worker 50 MiB. Clusters are in cluster.py. Imports units, memory and
+interrupts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import dask.threaded
 
 from chunkq.buffers import keep_results, keeping_results
 from chunkq.errors import RunError
+from chunkq.interrupts import check_interrupts
 from chunkq.memory import children, keep_memory_flat, peak_of_tree
 from chunkq.units import Job, Outcome, one_object_at_a_time
 
@@ -125,6 +127,7 @@ class Counter:
             self.measure()
         if self.watch is not None:
             self.watch(self.done)
+        check_interrupts()
 
     def measure(self) -> None:
         """Look at the memory of the process tree."""
@@ -164,38 +167,23 @@ def _is_up() -> None:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Keep Ctrl-C from reaching the processes that are started inside, for good; here it arrives afterwards.
-
-    The mask is what the processes inherit. It alone does not hold a signal back: another thread may take it, and Python
-    then runs the handler here, in the middle of what a new process is told.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    ours = [number for number, handler in handlers.items() if callable(handler)]
-    for number in ours:
-        signal.signal(number, lambda caught, _: came.append(caught))
+def _deaf_children() -> Iterator[None]:
+    """Keep Ctrl-C from reaching the processes that are started inside, for good: they inherit the mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for number in ours:
-            signal.signal(number, handlers[number])
-        for caught in came:
-            signal.raise_signal(caught)
 
 
 def _run_in_processes(job: Job, task: Task, indices: Sequence[int], workers: int, counter: Counter) -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_enter_worker, initargs=(job,)) as pool:
         try:
-            with _uninterrupted():
+            with _deaf_children():
                 started = [pool.submit(_is_up) for _ in range(workers)]
             wait(started)
+            check_interrupts()
             how = {"scheduler": "processes", "pool": pool, "chunksize": 1, "num_workers": workers}
             _compute(job, indices, _run_batch_of, (job.token, task), counter, **how)
         except BrokenProcessPool as error:

@@ -20,6 +20,7 @@ from chunkq.contents import keys, remove
 from chunkq.dtypes import ELEMENT_TYPES, ZERO_ONLY
 from chunkq.errors import RunError, SpecError
 from chunkq.execute import Counter, Task, Watch, run_locally
+from chunkq.interrupts import held_interrupts
 from chunkq.journal import Progressed, differences, fingerprint
 from chunkq.listing import Listing, list_objects, metadata_digest, refuse_damaged, refuse_missing, undecodable
 from chunkq.lock import Lock
@@ -84,6 +85,7 @@ def stored_inputs(inputs: dict[str, Any]) -> dict[str, ZarrArray]:
     return {name: value for name, value in inputs.items() if not isinstance(value, np.ndarray)}
 
 
+@held_interrupts()
 def carry_out(run: Run, plan: Plan, progress: Progress | None, client: Any) -> Report:
     """What `Plan.run` does."""
     if client is not None:

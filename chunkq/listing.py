@@ -19,6 +19,7 @@ from zarr.core.sync import sync
 
 from chunkq.errors import ChunkqError, RunError
 from chunkq.grid import Region
+from chunkq.interrupts import check_interrupts
 from chunkq.places import first_line
 from chunkq.retry import with_retries
 from chunkq.run import Array
@@ -107,6 +108,7 @@ def _one_pass(
     kinds: set[str] = set()
     strays: list[str] = []
     for key, size, version, kind in objects_below(array, keys, argument, strays):
+        check_interrupts()
         index = keys.index(key)
         if index is None:
             continue

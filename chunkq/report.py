@@ -210,6 +210,8 @@ class Plan:
     def run(self, *, client: Any = None, progress: Progress | None = None) -> Report:
         """Carry the plan out, or carry on with it: units whose objects exist are not done again.
 
+        Ctrl-C takes effect when the next unit is done; a second one at once.
+
         Parameters
         ----------
         client : distributed.Client, optional

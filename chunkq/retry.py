@@ -1,4 +1,4 @@
-"""Trying again what a store may fail at once and do the next time. Imports nothing of chunkq."""
+"""Trying again what a store may fail at once and do the next time. Imports interrupts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from chunkq.interrupts import check_interrupts
 
 Result = TypeVar("Result")
 
@@ -102,6 +104,7 @@ def with_retries(call: Callable[[], Result], retries: int, before_retry: Callabl
         except Exception as error:
             if not transient(error):
                 raise
+        check_interrupts()
         time.sleep(min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE))
         before_retry()
     return call()

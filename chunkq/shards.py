@@ -23,6 +23,7 @@ from zarr.storage import LocalStore
 
 from chunkq.errors import SpecError
 from chunkq.grid import Shape, region
+from chunkq.interrupts import check_interrupts
 from chunkq.retry import with_retries
 from chunkq.store import ZarrArray, location, object_shape
 from chunkq.stored import BATCH, REQUESTS, Keys, Stored, ask, objects_below, refused, root_of
@@ -112,6 +113,7 @@ def _count(array: ZarrArray, argument: str, at_most: int, retries: int) -> Inner
     names: list[tuple[int, int, str]] = []
     reasons: list[tuple[int, str, str]] = []
     for batch in _batches(array, argument):
+        check_interrupts()
         for place, stored, shard in _read_shards(array, index, batch, at_most, retries):
             total += shard.total
             absent += shard.absent

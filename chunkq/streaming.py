@@ -10,6 +10,7 @@ from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from chunkq.interrupts import held_interrupts
 from chunkq.job import look_at_inputs
 from chunkq.memory import parse_size
 from chunkq.ops import Operator
@@ -100,10 +101,12 @@ def _results(job: Job, units: int, workers: int) -> Generator[tuple[Region, Arra
     try:
         while True:
             # one of the results is in the caller's hands
-            while len(waiting) < HELD_RESULTS * workers - 1 and (index := next(todo, None)) is not None:
-                waiting.append(pool.submit(compute_unit, job, index))
-            if not waiting:
-                return
-            yield waiting.popleft().result()
+            with held_interrupts():
+                while len(waiting) < HELD_RESULTS * workers - 1 and (index := next(todo, None)) is not None:
+                    waiting.append(pool.submit(compute_unit, job, index))
+                if not waiting:
+                    return
+                result = waiting.popleft().result()
+            yield result
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
