@@ -49,7 +49,10 @@ OPENMP_PROGRAM = "#include <omp.h>\nint main(void) { return omp_get_max_threads(
 
 def extensions() -> list[Extension]:
     flags = (["/Od"] if MSVC else ["-O1", "-g", "-ffp-contract=off"]) if DEBUG else EXACT
-    depends = [f"{KERNELS}/{name}" for name in ("_kernels.pyx", "elements.h", "threads.h", "crc32c.h")]
+    depends = [
+        f"{KERNELS}/{name}"
+        for name in ("_kernels.pyx", "statistics.pxi", "elements.h", "statistics.h", "threads.h", "crc32c.h")
+    ]
     kernels = [
         Extension(
             f"chunkq.kernels.{name}",

@@ -36,6 +36,8 @@ __all__ = [
     "QuantizeLinear",
     "RunError",
     "SpecError",
+    "calibrate",
+    "compare",
     "dequantize_linear",
     "fake_quantize",
     "from_json",
@@ -50,12 +52,20 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from chunkq.calibrating import calibrate
     from chunkq.checking import verify
+    from chunkq.comparing import compare
     from chunkq.planning import plan
     from chunkq.streaming import stream
 
 # These bring in dask and zarr; who only calls kernels need not wait for them.
-_LATE = {"plan": "planning", "stream": "streaming", "verify": "checking"}
+_LATE = {
+    "calibrate": "calibrating",
+    "compare": "comparing",
+    "plan": "planning",
+    "stream": "streaming",
+    "verify": "checking",
+}
 
 
 def __getattr__(name: str) -> Any:

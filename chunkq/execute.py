@@ -28,7 +28,7 @@ from chunkq.buffers import keep_results, keeping_results
 from chunkq.errors import RunError
 from chunkq.interrupts import check_interrupts
 from chunkq.memory import children, keep_memory_flat, peak_of_tree
-from chunkq.units import Job, Outcome, one_object_at_a_time
+from chunkq.units import Job, Measured, Outcome, one_object_at_a_time
 
 #: Tasks handed to a scheduler at once, and the first time, when nobody knows how long a unit takes; bounds the graph.
 WINDOW, FIRST_WINDOW = 2048, 64
@@ -40,7 +40,7 @@ BATCH_SECONDS, BATCH_UNITS = 0.1, 256
 LOOK = 0.25
 
 #: What is called for each unit.
-Task = Callable[[Job, int], Outcome | None]
+Task = Callable[[Job, int], Outcome | Measured | None]
 
 #: Called with the number of units done so far; an exception it raises stops the run.
 Watch = Callable[[int], None]
@@ -53,14 +53,14 @@ Watch = Callable[[int], None]
 class Batch:
     """What became of the units of one task: of the first ones, as many as there was time for."""
 
-    outcomes: list[Outcome | None]
+    outcomes: list[Outcome | Measured | None]
     seconds: float
 
 
 def run_batch(job: Job, task: Task, indices: Sequence[int]) -> Batch:
     """Do units one after the other, at least one, until the time of a batch is over."""
     began = time.perf_counter()
-    outcomes: list[Outcome | None] = []
+    outcomes: list[Outcome | Measured | None] = []
     seconds = 0.0
     for index in indices:
         outcomes.append(task(job, index))
@@ -118,10 +118,10 @@ class Counter:
         for outcome in batch.outcomes:
             self.count(outcome)
 
-    def count(self, outcome: Outcome | None) -> None:
+    def count(self, outcome: Outcome | Measured | None) -> None:
         """Take note of one more finished unit."""
         self.done += 1
-        if outcome is not None:
+        if isinstance(outcome, Outcome):
             self.outcomes.append(outcome)
         if time.monotonic() - self._looked > LOOK:
             self.measure()

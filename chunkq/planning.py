@@ -192,6 +192,11 @@ def plan(
 def check_options(op: Any, missing: str, workers: Any, retries: Any) -> None:
     if not isinstance(op, Operator):
         raise SpecError("argument", f"op is a {type(op).__name__}; expected {', '.join(OPERATORS)}")
+    check_work(missing, workers, retries)
+
+
+def check_work(missing: str, workers: Any, retries: Any) -> None:
+    """Refuse what is wrong with the options of any work on zarr arrays."""
     if missing not in ("error", "fill"):
         raise SpecError("argument", f"missing={missing!r}: expected 'error' or 'fill'")
     if workers is not None and (as_integer(workers) or 0) < 1:

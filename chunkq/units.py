@@ -25,11 +25,13 @@ from chunkq.objects import delete_objects, existing, object_keys
 from chunkq.retry import with_retries
 from chunkq.run import Array, run_chunk
 from chunkq.spec import QuantSpec, Region, Shape
+from chunkq.statistics import State, Statistic
 from chunkq.store import Handle, first_line, location
 from chunkq.target import writable
 
 READING, WRITING = "reading the source", "writing the target"
 READING_PARAMETERS, READING_TARGET, COMPUTING = "reading the parameters", "reading the target", "computing"
+READING_ORIGINAL = "reading the original"
 
 #: Steps whose failure is a matter of one unit's data: the others go on, and all are reported in the end.
 _DATA_STEPS = (READING, READING_TARGET)
@@ -39,7 +41,7 @@ class Job:
     """What a task needs to compute any unit. No dataclass: Dask would look into its fields for graphs.
 
     `shared` says that a unit may be sent out twice, as a cluster does when it loses a worker; `trusted` that an object
-    which exists is whole.
+    which exists is whole; `statistic` is what `measure_unit` takes, where `target` is what is compared with.
     """
 
     __slots__ = (
@@ -49,6 +51,7 @@ class Job:
         "shared",
         "source",
         "spec",
+        "statistic",
         "target",
         "token",
         "trusted",
@@ -67,8 +70,10 @@ class Job:
         fail_fast: bool = False,
         shared: bool = False,
         trusted: bool = True,
+        statistic: Statistic | None = None,
     ) -> None:
         self.spec = spec
+        self.statistic = statistic
         self.source = source
         self.params = params
         self.target = target
@@ -165,7 +170,15 @@ def compute(job: Job, region: Region, out: Array | None = None) -> Array:
     StepError
         Naming which of the steps failed.
     """
-    x = _attempt(READING, lambda: job.source.read(region), job.retries)
+    return _computed(job, region, _read(job, region), out)
+
+
+def _read(job: Job, region: Region) -> Array:
+    x: Array = _attempt(READING, lambda: job.source.read(region), job.retries)
+    return x
+
+
+def _computed(job: Job, region: Region, x: Array, out: Array | None = None) -> Array:
     params = _attempt(READING_PARAMETERS, lambda: _cut(job, region), job.retries)
     start = tuple(part.start for part in region)
     result: Array = _attempt(COMPUTING, lambda: run_chunk(job.spec, x, params, start, out), 0)
@@ -240,6 +253,39 @@ def check_unit(job: Job, index: int) -> Outcome | None:
     return outcomes[0] if outcomes else None
 
 
+class Measured:
+    """The part of a statistic that one unit is: the region, and its state until somebody takes it."""
+
+    def __init__(self, region: Region, state: State) -> None:
+        self.region = region
+        self.state: State | None = state
+
+
+def measure_unit(job: Job, index: int) -> Measured:
+    """Read one unit and take the job's statistic of it.
+
+    Raises
+    ------
+    UnitError
+        Where a step fails; `job.fail_fast` is set.
+    """
+    region, statistic = job.region(index), job.statistic
+    assert statistic is not None
+    with one_object_at_a_time(), _failures(job, index, region):
+        arrays = unit_arrays(job, region)
+        return Measured(region, _attempt(COMPUTING, lambda: statistic.measure(region, arrays), 0))
+    raise AssertionError("a job that yields its results fails fast")
+
+
+def unit_arrays(job: Job, region: Region) -> list[Array]:
+    """What a statistic may look at: the original or the tensor itself, what the operator makes of that, and it."""
+    x = _read(job, region)
+    y = _computed(job, region, x) if job.spec.params else x
+    target = job.target
+    original = x if target is None else _attempt(READING_ORIGINAL, lambda: target.read(region), job.retries)
+    return [original, y, x]
+
+
 def compute_unit(job: Job, index: int) -> tuple[Region, Array]:
     """Read and compute one unit; its region and the result.
 
@@ -276,13 +322,13 @@ def _where(job: Job, step: str) -> str:
         return f" {location(job.source.array)}"
     if step == READING_PARAMETERS:
         return "".join(f" {location(value.array)}" for value in job.params if isinstance(value, Handle))
-    return f" {location(_target(job))}" if step in (WRITING, READING_TARGET) else ""
+    return f" {location(_target(job))}" if step in (WRITING, READING_TARGET, READING_ORIGINAL) else ""
 
 
 def _bad_keys(job: Job, step: str, region: Region) -> tuple[tuple[str, str], ...]:
     if step == READING:
         return tuple(undecodable(job.source.array, region))
-    return tuple(undecodable(_target(job), region)) if step == READING_TARGET else ()
+    return tuple(undecodable(_target(job), region)) if step in (READING_TARGET, READING_ORIGINAL) else ()
 
 
 # ---- zarr's own concurrency

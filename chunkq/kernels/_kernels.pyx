@@ -16,8 +16,8 @@ geometry is a table of integers, one column per collapsed axis, the row last:
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cython.parallel cimport prange
-from libc.math cimport NAN
-from libc.stdint cimport int8_t, int16_t, int32_t, uint8_t, uint16_t, uint32_t, uintptr_t
+from libc.math cimport INFINITY, NAN
+from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uintptr_t
 from libc.string cimport memcpy
 
 from numpy import empty, ndarray
@@ -788,3 +788,6 @@ def crc32c(const unsigned char[::1] data) -> int:
     with nogil:
         found = cq_crc32c(&data[0], n)
     return found
+
+
+include "statistics.pxi"
