@@ -14,8 +14,8 @@ PACKAGE = Path(chunkq.__file__).parent
 # a module may import those of earlier rows
 ORDER = [
     {"errors", "buffers"},
-    {"dtypes", "memory", "retry", "transport"},
-    {"spec", "grid", "kernels"},
+    {"dtypes", "memory", "retry", "transport", "figures"},
+    {"spec", "grid", "kernels", "page"},
     {"threads", "packing", "layout", "places", "direct"},
     {"run", "lock", "contents"},
     {"store"},
