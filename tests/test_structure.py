@@ -13,24 +13,25 @@ PACKAGE = Path(chunkq.__file__).parent
 
 # a module may import those of earlier rows
 ORDER = [
-    {"errors", "buffers"},
+    {"errors", "buffers", "interrupts"},
     {"dtypes", "memory", "retry", "transport", "figures"},
     {"spec", "grid", "kernels", "page"},
     {"threads", "packing", "layout", "places", "direct"},
     {"run", "lock", "contents"},
-    {"store"},
-    {"operands", "objects", "stored"},
+    {"store", "groups", "exact"},
+    {"operands", "objects", "stored", "statistics"},
     {"shards", "admission"},
     {"listing"},
     {"target"},
     {"units", "graph", "ops"},
-    {"execute", "linear"},
+    {"execute", "linear", "calibration", "comparison"},
     {"cluster", "metadata"},
     {"workers", "journal"},
     {"report"},
     {"job"},
     {"planning"},
-    {"checking", "streaming", "demo", "arguments", "console"},
+    {"checking", "streaming", "demo", "arguments", "console", "survey"},
+    {"calibrating", "comparing"},
     {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}

@@ -101,7 +101,8 @@ cdef void columns(const real* x, Py_ssize_t rows, Py_ssize_t stride, Py_ssize_t 
         highs[g] = hi[j] if hi[j] > highs[g] else highs[g]
 
 
-cdef void extremes_of(const real* x, Layout at, double* lows, double* highs, int64_t* odd, int n_threads) noexcept nogil:
+cdef void extremes_of(const real* x, Layout at, double* lows, double* highs, int64_t* odd,
+                      int n_threads) noexcept nogil:
     cdef Py_ssize_t item, g, s, b, first, last, tile, tiles, wide, place, groups = at.a * at.c
     if at.d >= LONG:
         for item in prange(groups * at.sections, schedule="static", num_threads=n_threads):
@@ -136,7 +137,8 @@ def scan(const real[::1] x, shape, double[:, ::1] lows, double[:, ::1] highs, in
         extremes_of(&x[0], at, &lows[0, 0], &highs[0, 0], &odd[0, 0, 0], n_threads)
 
 
-def count_bins(const real[::1] x, shape, const double[::1] limits, double factor, int64_t[:, :, ::1] counts, int n_threads):
+def count_bins(const real[::1] x, shape, const double[::1] limits, double factor, int64_t[:, :, ::1] counts,
+               int n_threads):
     """Histograms of each group from -limit to limit, of x times a factor; the last place counts what is not finite."""
     cdef Layout at = layout_of(shape, counts.shape[0], x.shape[0])
     cdef Py_ssize_t item, g, s, b, first, last, groups = at.a * at.c
