@@ -2,13 +2,13 @@
 
 `dequantize_linear`, `quantize_linear` (ONNX) and `fake_quantize` (OpenVINO FakeQuantize-1) take NumPy, Dask and zarr
 arrays and give the same bits for all three; `quantize_dequantize` does two in one pass; `plan` runs an operator from one
-zarr array to another within a memory limit, `verify` checks what it wrote, `stream` yields results instead; `pack` and
-`unpack` know ONNX's packed bytes.
+zarr array to another within a memory limit, `verify` checks what it wrote, `stream` yields results instead; `calibrate`
+finds the parameters, `compare` says what was lost; `pack` and `unpack` know ONNX's packed bytes.
 
 The map of the package, each part importing the ones before: errors, dtypes <- spec, grid, kernels <- run <- ops, linear
-(operators) <- graph (Dask); places, store <- listing, target, lock <- units <- execute, cluster <- workers, journal <- job
-<- planning <- checking, streaming <- cli. CONTRIBUTING.md says which rule lives where. dask and zarr are imported when
-they are first used.
+(operators) <- graph (Dask); places, store <- listing, target, lock <- statistics, units <- execute, cluster <- workers,
+journal <- job <- planning <- checking, streaming, survey <- calibrating, comparing <- cli. CONTRIBUTING.md says which rule
+lives where. dask and zarr are imported when they are first used.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ __all__ = [
     "dequantize_linear",
     "fake_quantize",
     "from_json",
+    "open_calibration",
     "open_quantized",
     "pack",
     "plan",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from chunkq.calibrating import calibrate
     from chunkq.checking import verify
     from chunkq.comparing import compare
+    from chunkq.kept import open_calibration
     from chunkq.planning import plan
     from chunkq.streaming import stream
 
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
 _LATE = {
     "calibrate": "calibrating",
     "compare": "comparing",
+    "open_calibration": "kept",
     "plan": "planning",
     "stream": "streaming",
     "verify": "checking",

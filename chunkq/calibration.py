@@ -119,7 +119,7 @@ class Calibration:
 
     def edges(self) -> Array:
         """The histogram's edges, float64; one more than there are bins."""
-        counts = self._counts()
+        counts = self.counts()
         limit = self.limit[..., np.newaxis]
         factor = np.where(limit > LARGEST_LIMIT, 0.5, 1.0)  # as it was counted
         half = limit * factor
@@ -127,7 +127,8 @@ class Calibration:
         edges[..., -1:] = limit
         return edges
 
-    def _counts(self) -> Array:
+    def counts(self) -> Array:
+        """The histogram, which ``percentile`` and ``mse`` make."""
         if self.histogram is None:
             raise SpecError(
                 "argument", f"method {self.method!r} makes no histogram; calibrate with 'percentile' or 'mse'"
@@ -149,7 +150,7 @@ class Calibration:
 
     def _percentiles(self, symmetric: bool) -> tuple[Array, Array]:
         """The edges of the bins that the shares fall in, no further out than the values are."""
-        counts, edges = self._counts(), self.edges()
+        counts, edges = self.counts(), self.edges()
         total = np.maximum(counts.sum(axis=-1), 1)[..., np.newaxis]
         if symmetric:
             half = counts.shape[-1] // 2
@@ -164,7 +165,7 @@ class Calibration:
 
     def _least_error(self, grid: Grid) -> tuple[Array, Array]:
         """The clipped range with the least squared error of the histogram's bins, each at its middle."""
-        counts, edges = self._counts(), self.edges()
+        counts, edges = self.counts(), self.edges()
         symmetric = grid.zero is not None
         low = (-self.limit if symmetric else np.minimum(self.minimum, 0)).reshape(-1)
         high = (self.limit if symmetric else np.maximum(self.maximum, 0)).reshape(-1)
@@ -338,7 +339,28 @@ class Calibration:
                 stacklevel=3,
             )  # fmt: skip
 
-    # ---- as text
+    # ---- kept
+
+    def to_zarr(self, target: Any, *, overwrite: bool = False, storage_options: dict[str, Any] | None = None) -> None:
+        """Keep everything in a zarr group, for `open_calibration` and the command line's ``--params``.
+
+        Parameters
+        ----------
+        target : str, path, URL or zarr store
+            Where; an empty place, or with `overwrite` another calibration.
+        overwrite : bool
+            Replace it.
+        storage_options : dict, optional
+            What fsspec needs to know for a URL.
+
+        Raises
+        ------
+        SpecError
+            Reasons ``target``, ``target_exists``.
+        """
+        from chunkq.kept import keep
+
+        keep(self, target, overwrite, storage_options)
 
     def to_json(self) -> str:
         """All but the histogram, as one JSON document."""

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
@@ -21,8 +20,10 @@ from chunkq.console import Commands, prepare_console, with_progress
 from chunkq.errors import RunError, SpecError
 from chunkq.layout import parse_shape
 from chunkq.linear import DequantizeLinear, QuantizeLinear
+from chunkq.measuring import CALIBRATED_OPTIONS, calibrate, calibrated_arguments, compare
 from chunkq.memory import keep_memory_flat
 from chunkq.ops import FakeQuantize, Operator
+from chunkq.options import LINEAR_OPTIONS, PARAMETER_OPTIONS, RUN_OPTIONS, WORK_OPTIONS, options_of
 
 Command = Callable[..., None]
 
@@ -81,114 +82,19 @@ def _go(op: Operator, source: Any, destination: str, options: dict[str, Any]) ->
 # ---- commands
 
 
-class StorageOptions(click.ParamType):  # type: ignore[type-arg]
-    """JSON text, or the path of a file that holds it (credentials are no business of a process list)."""
-
-    name = "JSON|FILE"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        try:
-            options = json.loads(value if value.lstrip()[:1] in ("{", "[", '"') else Path(value).read_text())
-        except (OSError, ValueError) as error:  # its text may hold what was meant to be secret
-            self.fail(f"expected a JSON object, or a file that holds one ({type(error).__name__})", param, ctx)
-        if not isinstance(options, dict):
-            self.fail("expected a JSON object", param, ctx)
-        return options
-
-
-# what running and verifying have in common
-_WORK_OPTIONS = (
-    click.option(
-        "--max-mem",
-        metavar="SIZE",
-        help="Resident memory of the whole run, e.g. 2GiB [half of what is free]; on a cluster, of each worker.",
-    ),
-    click.option("--workers", type=click.IntRange(min=1), help="Units in progress at once [CPUs, as memory allows]."),
-    click.option(
-        "--scheduler",
-        default="auto",
-        show_default=True,
-        metavar="auto|threads|processes|sync|tcp://...",
-        help="How tasks run, or the address of a Dask scheduler.",
-    ),
-    click.option(
-        "--retries",
-        type=click.IntRange(0, 100),
-        default=3,
-        show_default=True,
-        help="How often a request to a store is repeated that failed for a reason that may pass.",
-    ),
-    click.option("--storage-options", type=StorageOptions(), help="What fsspec needs for URLs such as s3://..."),
-    click.option("--json", is_flag=True, help="One JSON document on stdout."),
-    click.option("--no-progress", is_flag=True, help="No progress bar."),
-)
-
-_RUN_OPTIONS = (
-    click.option(
-        "--compressor",
-        type=click.Choice(["auto", "none", "zstd", "blosc", "gzip"]),
-        default="auto",
-        show_default=True,
-        help="Codec of DST; a crc32c checksum follows it.",
-    ),
-    click.option("--chunks", metavar="N,N,...|SIZE", help="Chunk shape of DST, or 4MiB, uncompressed [that of SRC]."),
-    click.option("--shards", metavar="N,N,...|SIZE", help="Shard shape of DST, or 64MiB [that of SRC]."),
-    click.option(
-        "--missing",
-        type=click.Choice(["error", "fill"]),
-        default="error",
-        show_default=True,
-        help="What objects absent from SRC mean.",
-    ),
-    click.option("--fail-fast", is_flag=True, help="Stop at the first object that cannot be read, not after the rest."),
-    click.option(
-        "--overwrite",
-        is_flag=True,
-        help="Replace DST of another job (or of this one, finished): a zarr array, or a group of chunkq's.",
-    ),
-    click.option("--consolidate", is_flag=True, help="Write consolidated metadata of a quantized DST."),
-    *_WORK_OPTIONS,
-)
-
-
-_PARAMETER_OPTIONS = tuple(
-    click.option(option(name), metavar="PARAM", help="As it was given, if DST cannot tell.") for name in PARAMETER_NAMES
-)
-
-_LINEAR_OPTIONS = (
-    click.option("--scale", metavar="PARAM", help="One for the tensor, one for each index of an axis or each block."),
-    click.option("--zero-point", metavar="PARAM", help="Same shape as the scale [0]."),
-    click.option("--axis", type=int, help="Axis of a 1-D scale or of the blocks [the only one that fits]."),
-    click.option("--block-size", metavar="N[,N,...]", help="Blocks along the axis, or a size for each axis."),
-    click.option("--x-dtype", metavar="DTYPE", help="What SRC holds, if it is stored as integers: float8_e4m3fn, ..."),
-    click.option("--scale-dtype", metavar="DTYPE", help="The same for the scale: float8_e8m0fnu, ..."),
-)
-
-
-def _with(options: tuple[Callable[[Command], Command], ...]) -> Callable[[Command], Command]:
-    """One decorator of several options, in the order that --help shows."""
-
-    def decorated(command: Command) -> Command:
-        for decorate in reversed(options):
-            command = decorate(command)
-        return command
-
-    return decorated
-
-
 def _add_operators(group: click.Group, *, planning: bool) -> None:
     """The operator commands; in the group `plan` they only print what they would do."""
-    dry = _with(
+    dry = options_of(
         () if planning else (click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),)
     )
 
     @group.command()
     @click.argument("src")
     @click.argument("dst")
-    @_with(_LINEAR_OPTIONS)
+    @options_of(LINEAR_OPTIONS)
     @click.option("--output-dtype", metavar="DTYPE", help="float32, float16 or bfloat16 [that of scale].")
     @dry
-    @_with(_RUN_OPTIONS)
+    @options_of(RUN_OPTIONS)
     def dequantize(src: str, dst: str, output_dtype: str | None, **options: Any) -> None:
         """Write (SRC - zero point) * scale to DST (ONNX DequantizeLinear).
 
@@ -208,22 +114,25 @@ def _add_operators(group: click.Group, *, planning: bool) -> None:
     @group.command()
     @click.argument("src")
     @click.argument("dst")
-    @_with(_LINEAR_OPTIONS)
+    @options_of(LINEAR_OPTIONS)
+    @options_of(CALIBRATED_OPTIONS)
     @click.option(
         "--dtype", metavar="DTYPE", help="Of the result: int8, float8_e4m3fn, ... [that of a zero point array]."
     )
     @click.option("--saturate/--no-saturate", default=True, show_default=True, help="What is too large for a float8.")
     @click.option("--precision", metavar="DTYPE", help="What is divided in [the type of scale].")
     @dry
-    @_with(_RUN_OPTIONS)
+    @options_of(RUN_OPTIONS)
     def quantize(src: str, dst: str, dtype: str | None, saturate: bool, precision: str | None, **options: Any) -> None:
         """Write round(SRC / scale) + zero point, saturated, to the group DST (ONNX QuantizeLinear).
 
         DST gets the arrays data, scale and zero_point (if any) and the operator: `chunkq dequantize DST OUT` needs no more.
         """
-        source, arguments = linear_arguments(src, options)
+        found = calibrated_arguments(src, dtype, options)
+        source, arguments = found or linear_arguments(src, options)
         if dtype is None and not hasattr(arguments["zero_point"], "dtype"):
             raise SpecError("argument", "--dtype is missing, and there is no zero point array to take it from")
+        arguments.pop("output_dtype", None)
         op = QuantizeLinear(**arguments, output_dtype=dtype, saturate=saturate, precision=precision)
         _go(op, source, dst, {"dry_run": planning} | options)
 
@@ -238,7 +147,7 @@ def _add_operators(group: click.Group, *, planning: bool) -> None:
     @click.option("--auto-broadcast", type=click.Choice(["numpy", "none", "pdpd"]), default="numpy", show_default=True)
     @click.option("--broadcast-axis", type=int, default=-1, show_default=True, help="For pdpd: the first axis.")
     @dry
-    @_with(_RUN_OPTIONS)
+    @options_of(RUN_OPTIONS)
     def fake_quantize(
         src: str,
         dst: str,
@@ -275,14 +184,17 @@ def plan() -> None:
 
 _add_operators(plan, planning=True)
 
+main.add_command(calibrate)
+main.add_command(compare)
+
 
 @main.command()
 @click.argument("src")
 @click.argument("dst")
 @click.option("--sample", type=float, metavar="SHARE", help="Compute this share of the units, e.g. 0.01 [all].")
 @click.option("--seed", type=int, default=0, show_default=True, help="Which units a sample takes.")
-@_with(_PARAMETER_OPTIONS)
-@_with(_WORK_OPTIONS)
+@options_of(PARAMETER_OPTIONS)
+@options_of(WORK_OPTIONS)
 def verify(src: str, dst: str, **options: Any) -> None:
     """Compute again what DST should hold of SRC, and compare every bit.
 

@@ -143,29 +143,25 @@ def _pair(a: dict[str, Any], b: dict[str, Any], bound: tuple[QuantSpec, Any] | N
         if dtype not in FAKE_QUANTIZE_X:
             way = "; pass op=chunkq.DequantizeLinear(...) with it" if name == "b" else ""
             raise SpecError("dtype", f"{name} is {dtype}; expected one of {', '.join(FAKE_QUANTIZE_X)}{way}")
-    own = spec.axis if spec is not None and axis is None and _lies_on_an_axis(spec) else axis
+    own = spec.axis if spec is not None and axis is None and _has_no_blocks(spec) else axis
     groups = groups_of(shape, own)
-    along = (
-        {} if spec is None or groups.axis is None or groups.axis != spec.axis else _per_channel(spec, params, groups)
-    )
+    fits = spec is not None and groups.axis == spec.axis and _has_no_blocks(spec)
+    along = _per_channel(spec, params, groups) if spec is not None and fits else {}
     codes = spec.x_dtype if spec is not None and spec.op == "DequantizeLinear" and spec.x_dtype != "int32" else None
     return _Pair(a, b, groups, codes, along.get("scale"), along.get("zero_point"))
 
 
-def _lies_on_an_axis(spec: QuantSpec) -> bool:
-    return spec.axis is not None and all(k < 2 for p in spec.params for k in p.steps)
+def _has_no_blocks(spec: QuantSpec) -> bool:
+    return all(k < 2 for p in spec.params for k in p.steps)
 
 
 def _per_channel(spec: QuantSpec, params: Any, groups: Groups) -> dict[str, Array]:
     """The operator's parameters, where there is one for each channel."""
     found = {}
     for param, value in zip(spec.params, params, strict=True):
-        if (
-            param.name in ("scale", "zero_point")
-            and tuple(value.shape) == groups.result_shape
-            and kind(value) != "dask"
-        ):
-            found[param.name] = to_float32(np.asarray(value[...])).astype(np.float64)
+        if param.name in ("scale", "zero_point") and kind(value) != "dask":
+            wide = to_float32(np.asarray(value[...])).astype(np.float64)
+            found[param.name] = wide.reshape(groups.result_shape)
     return found
 
 

@@ -53,10 +53,9 @@ class Measures:
     saturated: Array | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers and lists; None for NaN."""
-        fields = {name: value for name, value in vars(self).items() if name not in ("sums", "saturated")}
-        named = {name: _plain(value) for name, value in fields.items()}
-        return named | {"saturated": None if self.saturated is None else _plain(self.saturated)}
+        """Numbers and lists."""
+        fields = {name: value for name, value in vars(self).items() if name != "sums"}
+        return {name: None if value is None else value.tolist() for name, value in fields.items()}
 
 
 @dataclass(frozen=True)
@@ -126,24 +125,24 @@ class Comparison:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """All that was found, as one JSON document."""
-        return json.dumps(self.to_dict())
+        """All that was found, as one JSON document; null for NaN, text for infinities."""
+        return json.dumps(_for_json(self.to_dict()))
 
     def to_dict(self) -> dict[str, Any]:
         """All that was found, in numbers and lists."""
-        extremes = {"minimum": _plain(self.minimum), "maximum": _plain(self.maximum)}
-        of_operator = {
-            name: None if value is None else _plain(value)
-            for name, value in (("scale", self.scale), ("zero_point", self.zero_point))
+        more = {
+            name: None if value is None else value.tolist()
+            for name, value in vars(self).items()
+            if name in ("minimum", "maximum", "scale", "zero_point")
         }
-        channels = {name: _listed(v) for name, v in (self.channels.to_dict() | extremes | of_operator).items()}
+        channels = {name: _listed(value) for name, value in (self.channels.to_dict() | more).items()}
         return {
             "a": self.a,
             "b": self.b,
             "axis": self.axis,
             "overall": self.overall.to_dict() | {"elements": int(np.prod(self.a["shape"], dtype=np.int64))},
             "channels": channels | {"worst_index": self.worst_index.reshape(-1, len(self.a["shape"])).tolist()},
-            "worst": [{name: _number(value) for name, value in asdict(place).items()} for place in self.worst],
+            "worst": [asdict(place) for place in self.worst],
             "peak_memory": self.peak_memory,
         }
 
@@ -152,15 +151,12 @@ def _named(tensor: dict[str, Any]) -> str:
     return f"{tensor['name']}: {tensor['dtype']} {tuple(tensor['shape'])}"
 
 
-def _plain(value: Array) -> Any:
-    """Numbers and lists; JSON has no NaN and no infinities, which become None and text."""
-    if value.dtype.kind in "iu":
-        return value.tolist()
-    listed = [_number(v) for v in value.reshape(-1).tolist()]
-    return listed[0] if value.ndim == 0 else listed
-
-
-def _number(value: Any) -> Any:
+def _for_json(value: Any) -> Any:
+    """The same without NaN and infinities, which JSON does not have: None, and text."""
+    if isinstance(value, dict):
+        return {name: _for_json(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_for_json(inner) for inner in value]
     if not isinstance(value, float) or np.isfinite(value):
         return value
     return None if np.isnan(value) else str(value)

@@ -104,13 +104,25 @@ def _rounded(path: re.Match[str]) -> str:
     return re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", path[0])
 
 
-@contextmanager
-def _plain_settings(colours: Colours) -> Iterator[None]:
-    """Hold matplotlib to its defaults and these colours, whatever the user's own settings are."""
+def require_matplotlib() -> Any:
+    """The library.
+
+    Raises
+    ------
+    SpecError
+        Reason ``argument``: it is not installed.
+    """
     try:
         import matplotlib
     except ImportError:
         raise SpecError("argument", "figures need matplotlib: pip install 'chunkq[report]'") from None
+    return matplotlib
+
+
+@contextmanager
+def _plain_settings(colours: Colours) -> Iterator[None]:
+    """Hold matplotlib to its defaults and these colours, whatever the user's own settings are."""
+    matplotlib = require_matplotlib()
     ink = colours["ink"]
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
@@ -238,11 +250,13 @@ def _histogram(document: Document, colours: Colours) -> Picture | None:
     rug.set_yticks([])
     rug.spines.left.set_visible(False)
     rug.set_xlabel("original value")
-    return Picture("histogram", "Original values and the quantization grid", _histogram_text(edges, levels), figure)
+    text = _histogram_text(edges, levels, document["histogram"].get("channel"))
+    return Picture("histogram", "Original values and the quantization grid", text, figure)
 
 
-def _histogram_text(edges: Floats, levels: Floats) -> str:
-    text = f"How many elements have which original value, from {edges[0]:.4g} to {edges[-1]:.4g}."
+def _histogram_text(edges: Floats, levels: Floats, channel: int | None) -> str:
+    where = "" if channel is None else f" of channel {channel}, which has the lowest SQNR,"
+    text = f"How many elements{where} have which original value, from {edges[0]:.4g} to {edges[-1]:.4g}."
     if len(levels):
         text += (
             f" The strip below marks the {len(levels):,} values that the quantized tensor can take, "
