@@ -62,10 +62,11 @@ def check_target(place: Place, inputs: dict[str, ZarrArray]) -> ZarrArray | zarr
             _refuse_shared(place, name, place_of(array.store_path))
         node = _existing(place)
         for above in ancestors(place):
-            if OPERATOR in _attributes_above(above):
+            document = _document_above(above)
+            if document.get("node_type") == "array" or OPERATOR in _attributes(document):
                 raise SpecError(
                     "target",
-                    f"target {place.shown!r} lies inside {above.shown!r}, which chunkq wrote; choose another place",
+                    f"target {place.shown!r} lies inside {above.shown!r}, an array or chunkq's; choose another place",
                 )
     except SpecError:
         raise
@@ -91,7 +92,7 @@ def _refuse_shared(place: Place, name: str, source: Place) -> None:
     if not comparable(place, source):
         return
     group = parent(source)
-    if group is not None and OPERATOR in _attributes_above(group):
+    if group is not None and OPERATOR in _attributes(_document_above(group)):
         source = group  # what a quantizing run wrote belongs together
     found = relation(place, source)
     if found == "same":
@@ -101,20 +102,19 @@ def _refuse_shared(place: Place, name: str, source: Place) -> None:
         raise SpecError("same_array", f"target {place.shown!r} and {name} {shown!r} lie one inside the other")
 
 
-def _attributes(document: bytes | None) -> dict[str, Any]:
+def _attributes(document: dict[str, Any]) -> dict[str, Any]:
     """The attributes in a zarr v3 document; empty where there are none to be read."""
-    try:
-        found = json.loads(document or b"null")
-    except (ValueError, RecursionError):
-        return {}
-    attributes = found.get("attributes") if isinstance(found, dict) else None
+    attributes = document.get("attributes")
     return attributes if isinstance(attributes, dict) else {}
 
 
-def _attributes_above(place: Place) -> dict[str, Any]:
-    """Attributes of what lies above a target or an input."""
+def _document_above(place: Place) -> dict[str, Any]:
+    """The zarr v3 document of what lies above a target or an input; empty where there is none to be read."""
     try:
-        return _attributes(get(place, DOCUMENT))
+        found = json.loads(get(place, DOCUMENT) or b"null")
+        return found if isinstance(found, dict) else {}
+    except (ValueError, RecursionError):
+        return {}
     except Exception as error:
         # who may write below a prefix need not be allowed to read above it
         if isinstance(error, PermissionError) or type(error).__name__ in _DENIED:

@@ -6,6 +6,7 @@ Imports calibration, statistics, survey and store.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -158,7 +159,7 @@ def _calibrate_zarr(array: Any, groups: Groups, method: str, share: float, bins:
 
     made = _calibration(groups, name, method, share, bins, take)
     survey.refuse_rewritten()
-    return made
+    return replace(made, projected_memory=survey.projected)
 
 
 def _calibration(groups: Groups, name: str, method: str, share: float, bins: int, take: _Take) -> Calibration:

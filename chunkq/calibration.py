@@ -26,6 +26,9 @@ METHODS = ("minmax", "absmax", "percentile", "mse")
 #: Shares of the whole range that ``mse`` tries to clip to, the largest first: of equals the first is taken.
 CLIP_RATIOS = np.arange(100, 9, -1) / 100
 
+#: How often output_low is moved by a rounding at most.
+SETTLING = 8
+
 #: The smallest scale that is given, where all values are 0 or next to it: the smallest normal float32.
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 
@@ -82,8 +85,8 @@ class Calibration:
     histogram : numpy.ndarray of int64, or None
         Of ``percentile`` and ``mse``: one axis more, the bins, all of one width from -limit to limit, the larger of
         abs(minimum) and abs(maximum).
-    peak_memory : int
-        Measured while it was made from zarr, in bytes; 0 else.
+    peak_memory, projected_memory : int
+        Measured while it was made from zarr, and foretold, in bytes; 0 else.
     """
 
     shape: tuple[int, ...]
@@ -99,6 +102,7 @@ class Calibration:
     negative_infinite: Array
     histogram: Array | None = None
     peak_memory: int = 0
+    projected_memory: int = 0
 
     # ---- where
 
@@ -262,11 +266,12 @@ class Calibration:
         return {"scale": scale, "zero_point": zero_point, "output_dtype": name} | where
 
     def ranges(self, levels: int = 256, *, symmetric: bool = False, keep_zero: bool = True) -> tuple[Array, ...]:
-        """The four ranges of FakeQuantize: input_low, input_high, and the same again as output_low, output_high.
+        """The four ranges of FakeQuantize: input_low, input_high, and (but for a rounding) the same for the output.
 
         The range that the method gives, widened to hold 0. ``symmetric=True``: high = limit, and low such that 0 is a
         level: -limit with odd levels, ``-limit * levels / (levels - 2)`` with even ones. Else ``keep_zero`` widens one end
-        until 0 is a level; without it a `ZeroIsNoLevel` warning says where 0 is none.
+        until 0 is a level. Then output_low is moved by a rounding where FakeQuantize would not give 0 for 0. A
+        `ZeroIsNoLevel` warning says where it does not (16-bit types cannot always hold such a range).
 
         Parameters
         ----------
@@ -306,8 +311,13 @@ class Calibration:
         for value in (first, last):
             if not np.isfinite(value.astype(np.float64)).all():
                 raise SpecError("value", f"the range does not fit into {name}; calibrate with 'percentile'")
-        self._warn_of_zero(first, last, count)
-        return first, last, first.copy(), last.copy()
+        lowest = self._settled(first, last, count) if symmetric or keep_zero else first.copy()
+        off = int(np.count_nonzero(_of_zero(first, last, lowest, count)))
+        if off:
+            warnings.warn(
+                f"0 is no level in {off} of {first.size} groups with levels={count}", ZeroIsNoLevel, stacklevel=2
+            )
+        return first, last, lowest, last.copy()
 
     def _range_of_levels(self, levels: int, symmetric: bool, keep_zero: bool) -> tuple[Array, Array]:
         if levels < 3 and (symmetric or keep_zero):
@@ -316,28 +326,28 @@ class Calibration:
         low, high = self.range(grid)
         low, high = np.minimum(low, 0.0), np.maximum(high, 0.0)
         high = np.where(high > low, high, SMALLEST_SCALE * (levels - 1))  # all values 0
-        if symmetric:
-            limit = np.maximum(-low, high)
-            return (-limit if levels % 2 else -limit * levels / (levels - 2)), limit
-        if not keep_zero:
+        if not (symmetric or keep_zero):
             return low, high
-        below = np.clip(np.rint(-low * (levels - 1) / (high - low)), 0, levels - 1)
-        # as few levels on one side as there were, and the wider step for both
-        below = np.where((low < 0) & (below == 0), 1, np.where((high > 0) & (below == levels - 1), levels - 2, below))
-        above = levels - 1 - below
-        step = np.maximum(-low / np.maximum(below, 1), high / np.maximum(above, 1))
-        return -step * below, step * above
+        last = levels - 1
+        if symmetric:
+            below = np.full(low.shape, float(levels // 2))
+            low, high = -np.maximum(-low, high), np.maximum(-low, high)
+            step = high / (last - below)
+        else:
+            width = high / last - low / last
+            below = np.clip(np.rint(-low / width), np.where(low < 0, 1, 0), np.where(high > 0, last - 1, last))
+            step = np.maximum(-low / np.maximum(below, 1), high / np.maximum(last - below, 1))
+        return -step * below, step * (last - below)
 
-    def _warn_of_zero(self, low: Array, high: Array, levels: int) -> None:
-        """Ask FakeQuantize itself what it makes of 0."""
-        zeros = np.zeros(low.shape, low.dtype)
-        made = FakeQuantize(low, high, low, high, levels)(zeros) if zeros.size else zeros
-        off = int(np.count_nonzero(np.asarray(made, np.float64)))
-        if off:
-            warnings.warn(
-                f"0 is no level in {off} of {zeros.size} groups with levels={levels}; FakeQuantize moves it", ZeroIsNoLevel,
-                stacklevel=3,
-            )  # fmt: skip
+    def _settled(self, low: Array, high: Array, levels: int) -> Array:
+        """output_low, moved by what FakeQuantize's roundings make of 0, until that is 0."""
+        moved = low.copy()
+        for _ in range(SETTLING):
+            made = _of_zero(low, high, moved, levels)
+            if not made.any():
+                break
+            moved -= made
+        return moved
 
     # ---- kept
 
@@ -369,8 +379,16 @@ class Calibration:
             for name in ("minimum", "maximum", "count", "nan", "positive_infinite", "negative_infinite")
         }
         head = {"shape": list(self.shape), "x_dtype": self.x_dtype, "steps": list(self.steps), "method": self.method}
-        more = {"percentile": self.percentile, "axis": self.axis, "peak_memory": self.peak_memory}
+        memory = {"peak_memory": self.peak_memory, "projected_memory": self.projected_memory}
+        more = {"percentile": self.percentile, "axis": self.axis} | memory
         return json.dumps(head | more | fields)
+
+
+def _of_zero(low: Array, high: Array, output_low: Array, levels: int) -> Array:
+    """What FakeQuantize itself makes of 0 in each group."""
+    zeros = np.zeros(low.shape, low.dtype)
+    made: Array = FakeQuantize(low, high, output_low, high, levels)(zeros) if zeros.size else zeros
+    return made
 
 
 def scale_and_zero(low: Array, high: Array, grid: Grid) -> tuple[Array, Array]:

@@ -6,7 +6,7 @@ Imports comparison, statistics, survey, metadata and store.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -261,4 +261,4 @@ def _in_zarr(a: Any, b: Any, op: Operator | None, axis: Any, how: How, options: 
     progress, units = how.progress, survey.arrangement.units
     state, peak = survey.take(statistic, None if progress is None else lambda done: progress(done, units))
     survey.refuse_rewritten()
-    return _made(pair, state, survey.values_at, peak)
+    return replace(_made(pair, state, survey.values_at, peak), projected_memory=survey.projected)

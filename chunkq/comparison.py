@@ -89,8 +89,8 @@ class Comparison:
         The `NAMED` channels with the largest errors, the largest first.
     scale, zero_point : numpy.ndarray or None
         Of b's operator, for each channel.
-    peak_memory : int
-        Measured, in bytes; 0 for arrays in memory.
+    peak_memory, projected_memory : int
+        Measured, and foretold, in bytes; 0 for arrays in memory.
     """
 
     a: dict[str, Any]
@@ -105,6 +105,7 @@ class Comparison:
     scale: Array | None = None
     zero_point: Array | None = None
     peak_memory: int = 0
+    projected_memory: int = 0
 
     def __str__(self) -> str:
         whole = self.overall
@@ -144,6 +145,7 @@ class Comparison:
             "channels": channels | {"worst_index": self.worst_index.reshape(-1, len(self.a["shape"])).tolist()},
             "worst": [asdict(place) for place in self.worst],
             "peak_memory": self.peak_memory,
+            "projected_memory": self.projected_memory,
         }
 
 

@@ -81,6 +81,7 @@ def keep(found: Calibration, target: Any, overwrite: bool, storage_options: dict
         "method": found.method,
         "percentile": found.percentile,
         "peak_memory": found.peak_memory,
+        "projected_memory": found.projected_memory,
     }
     # unfinished first: nobody takes a half of it for the whole
     write_metadata(place, "", group_document({CALIBRATION: head, COMPLETE: False}))
@@ -159,6 +160,7 @@ def _read(node: zarr.Group, head: dict[str, Any]) -> Calibration:
         method=head["method"],
         percentile=float(head["percentile"]),
         peak_memory=_size(head["peak_memory"]),
+        projected_memory=_size(head["projected_memory"]),
         **made,
     )
 

@@ -125,7 +125,7 @@ def _told(found: Calibration, output: str | None) -> str:
         f"range      {found.minimum.min(initial=np.inf):.6g} to {found.maximum.max(initial=-np.inf):.6g}"
         if found.minimum.size
         else "range      none",
-        f"memory     {format_size(found.peak_memory)} measured peak",
+        f"memory     {format_size(found.peak_memory)} measured peak, {format_size(found.projected_memory)} projected",
     ]
     return "\n".join([*lines, *([f"kept in    {output}"] if output else [])])
 

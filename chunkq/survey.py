@@ -184,7 +184,7 @@ class Survey:
     arrangement: Arrangement
     how: How
     listings: dict[str, Any]
-    missing: int
+    projected: int
 
     def take(self, statistic: Statistic, watch: Callable[[int], None] | None = None) -> tuple[State, int]:
         """The state of all units, and the measured peak of memory."""
@@ -260,8 +260,8 @@ def survey_zarr(tensors: Tensors, statistics: Sequence[Statistic], how: How) -> 
             f"{format_size(state)} for what is kept of the groups, once here and twice for each worker; allow more, or "
             "use fewer groups or bins",
         )
-    listings, missing = look_at_inputs(tensors.inputs, how.missing, how.retries)
-    return Survey(tensors, arrangement, replace(how, scheduler=scheduler), listings, missing)
+    listings, _ = look_at_inputs(tensors.inputs, how.missing, how.retries)
+    return Survey(tensors, arrangement, replace(how, scheduler=scheduler), listings, needed)
 
 
 def held_states(state: int, workers: int) -> int:

@@ -107,3 +107,33 @@ def test_a_group_is_flat(tmp_path):
         assert peak <= report["projected_memory"] <= LIMIT
         peaks.append(peak)
     assert peaks[1] - peaks[0] < NOISE
+
+
+CALIBRATE = """
+import sys, chunkq
+from chunkq.memory import keep_memory_flat
+keep_memory_flat()
+x, limit, method, y = sys.argv[1:]
+how = {"max_mem": int(limit), "workers": 2, "scheduler": "threads"}
+if y == "-":
+    found = chunkq.calibrate(x, axis=1, method=method, bins=256, **how)
+else:
+    found = chunkq.compare(x, y, axis=1, **how)
+print(found.peak_memory, found.projected_memory)
+"""
+
+
+@pytest.mark.parametrize("what", ["minmax", "percentile", "compare"])
+def test_statistics_are_flat(tmp_path, what):
+    """Per channel along the last axis: each unit touches all channels, and is moved together."""
+    peaks = []
+    for units in (10, 100):
+        x = source(tmp_path, units, "float32", chunks=(ROWS, COLUMNS))
+        other = x if what == "compare" else "-"
+        method = "minmax" if what == "compare" else what
+        out, peak = measured("-c", CALIBRATE, x, LIMIT, method, other)
+        told, projected = map(int, out.split())
+        assert told <= projected <= LIMIT
+        assert peak <= projected + MIB
+        peaks.append(peak)
+    assert abs(peaks[1] - peaks[0]) < NOISE, peaks

@@ -1,0 +1,198 @@
+"""calibrate, quantize with what was found, and compare from the command line; a calibration kept in zarr."""
+
+import json
+
+import numpy as np
+import pytest
+import zarr
+from click.testing import CliRunner
+from test_calibrate import KINDS, SHAPE, same, values
+
+import chunkq
+from chunkq.cli import main
+from chunkq.kept import CALIBRATION
+from chunkq.store import COMPLETE
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    x = values(SHAPE, odd=False)
+    zarr.create_array("x.zarr", data=x, chunks=(2, 5, 8))
+    return tmp_path
+
+
+def run(*arguments, code=0):
+    """What a command prints on stdout; on an error, its one line on stderr."""
+    result = CliRunner().invoke(main, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == code, result.stderr
+    return result.stdout if code == 0 else result.stderr
+
+
+# ---- kept
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("method", ["minmax", "percentile"])
+def test_what_is_kept_comes_back(kind, method):
+    found = chunkq.calibrate(values(SHAPE), method=method, percentile=99.5, bins=16, **kind)
+    found.to_zarr("kept.zarr")
+    back = chunkq.open_calibration("kept.zarr")
+    same(found, back)
+    assert (back.percentile, back.x_dtype) == (99.5, "float32")
+    with pytest.raises(chunkq.SpecError) as caught:
+        found.to_zarr("kept.zarr")
+    assert caught.value.reason == "target_exists"
+    other = chunkq.calibrate(values((3,)), axis=0)
+    other.to_zarr("kept.zarr", overwrite=True)
+    same(chunkq.open_calibration("kept.zarr"), other)
+
+
+def test_only_calibrations_are_replaced(folder):
+    found = chunkq.calibrate(values(SHAPE))
+    before = sorted(str(p) for p in folder.rglob("*"))
+    for place in ("x.zarr", "x.zarr/inner", "."):
+        with pytest.raises(chunkq.SpecError):
+            found.to_zarr(place, overwrite=True)
+    assert sorted(str(p) for p in folder.rglob("*")) == before
+    found.to_zarr("kept.zarr")
+    (folder / "kept.zarr" / "notes.txt").write_text("mine")
+    with pytest.raises(chunkq.SpecError, match=r"notes\.txt"):
+        found.to_zarr("kept.zarr", overwrite=True)
+    assert (folder / "kept.zarr" / "notes.txt").exists()
+
+
+DAMAGE = [
+    ({"shape": [6, 5]}, "metadata"),
+    ({"steps": [2, 0, 0]}, "metadata"),
+    ({"steps": [-1, 0, 0]}, "metadata"),
+    ({"method": "other"}, "metadata"),
+    ({"shape": "x"}, "metadata"),
+    ({"peak_memory": None}, "metadata"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), DAMAGE, ids=str)
+def test_damaged_calibrations(changes, reason):
+    chunkq.calibrate(values(SHAPE), axis=0).to_zarr("kept.zarr")
+    group = zarr.open_group("kept.zarr")
+    group.attrs[CALIBRATION] = group.attrs[CALIBRATION] | changes
+    with pytest.raises(chunkq.SpecError) as caught:
+        chunkq.open_calibration("kept.zarr")
+    assert caught.value.reason == reason
+
+
+def test_what_is_no_calibration(folder):
+    for place in ("x.zarr", "none.zarr"):
+        with pytest.raises(chunkq.SpecError) as caught:
+            chunkq.open_calibration(place)
+        assert caught.value.reason == "source"
+    chunkq.calibrate(values(SHAPE), axis=0, method="mse").to_zarr("kept.zarr")
+    group = zarr.open_group("kept.zarr")
+    group.attrs[COMPLETE] = False
+    with pytest.raises(chunkq.SpecError, match="unfinished"):
+        chunkq.open_calibration("kept.zarr")
+    group.attrs[COMPLETE] = True
+    for lost in (folder / "kept.zarr" / "minimum").rglob("c/*"):
+        lost.write_bytes(b"")
+    with pytest.raises(chunkq.SpecError):
+        chunkq.open_calibration("kept.zarr")
+
+
+# ---- the loop
+
+
+def test_calibrate_quantize_dequantize_compare():
+    x = zarr.open_array("x.zarr")[:]
+    told = run("calibrate", "x.zarr", "--axis", "1", "--method", "percentile", "--percentile", "99", "-o", "p.zarr")
+    assert "5 channels along axis 1 of float32 (6, 5, 8)" in told
+    assert "240 finite" in told
+    expected = chunkq.calibrate(x, axis=1, method="percentile", percentile=99)
+    same(chunkq.open_calibration("p.zarr"), expected)
+    run("quantize", "x.zarr", "q.zarr", "--params", "p.zarr", "--dtype", "int8")
+    op = chunkq.QuantizeLinear(**expected.arguments("int8"))
+    np.testing.assert_array_equal(zarr.open_array("q.zarr/data")[:], op(x))
+    run("dequantize", "q.zarr", "y.zarr")
+    found = json.loads(run("compare", "x.zarr", "q.zarr", "--json"))
+    again = json.loads(run("compare", "x.zarr", "y.zarr", "--axis", "1", "--json"))
+    assert found["axis"] == 1
+    for name in ("compared", "max_abs_error", "mse", "sqnr_db", "cosine"):
+        assert found["overall"][name] == again["overall"][name]
+        assert found["channels"][name] == again["channels"][name]
+    mine = chunkq.compare(x, zarr.open_array("y.zarr")[:], axis=1)
+    assert found["channels"]["mse"] == mine.channels.mse.tolist()
+    assert found["peak_memory"] <= found["projected_memory"]
+    assert "SQNR" in run("compare", "x.zarr", "q.zarr")
+
+
+@pytest.mark.parametrize("how", [("--symmetric",), ("--asymmetric",), ("--asymmetric", "--narrow-range")], ids=str)
+@pytest.mark.parametrize("where", ["", "--axis 2", "--axis 1 --block-size 2", "--block-size 2,5,3"])
+def test_quantize_that_calibrates_first(how, where):
+    where = where.split()
+    x = zarr.open_array("x.zarr")[:]
+    run("quantize", "x.zarr", "q.zarr", "--calibrate", "minmax", "--dtype", "int4", *how, *where)
+    kind = {}
+    if "--axis" in where:
+        kind["axis"] = int(where[1])
+    if "--block-size" in where:
+        sizes = tuple(map(int, where[-1].split(",")))
+        kind["block_size"] = sizes if len(sizes) > 1 else sizes[0]
+    symmetric = {"symmetric": how[0] == "--symmetric", "narrow_range": "--narrow-range" in how}
+    op = chunkq.QuantizeLinear(**chunkq.calibrate(x, **kind).arguments("int4", **symmetric))
+    np.testing.assert_array_equal(zarr.open_array("q.zarr/data")[:], op(x).astype(np.int8))
+
+
+def test_a_report(folder):
+    pytest.importorskip("matplotlib")
+    run("quantize", "x.zarr", "q.zarr", "--calibrate", "minmax", "--axis", "0", "--dtype", "int8")
+    run("compare", "x.zarr", "q.zarr", "--html", "r.html", "--png", "figures")
+    text = (folder / "r.html").read_text()
+    assert "of channel " in text
+    assert "the 256 values that the quantized tensor can take" in text
+    assert (folder / "figures" / "histogram.png").read_bytes().startswith(b"\x89PNG")
+    # without an operator there is no grid, and one channel without an axis
+    run("compare", "x.zarr", "x.zarr", "--html", "same.html")
+    assert "No element differs" in (folder / "same.html").read_text()
+
+
+WRONG = [
+    (("calibrate", "none.zarr"), "none.zarr"),
+    (("calibrate", "x.zarr", "--axis", "a"), "--axis 'a'"),
+    (("calibrate", "x.zarr", "--axis", "3"), "axis=3"),
+    (("calibrate", "x.zarr", "--percentile", "3", "--method", "mse"), "percentile=3"),
+    (("calibrate", "x.zarr", "-o", "x.zarr"), "no calibration"),
+    (("calibrate", "x.zarr", "--max-mem", "1MiB"), "max_mem"),
+    (("quantize", "x.zarr", "q.zarr", "--params", "none.zarr", "--dtype", "int8"), "none.zarr"),
+    (("quantize", "x.zarr", "q.zarr", "--params", "p.zarr"), "--dtype is missing"),
+    (("quantize", "x.zarr", "q.zarr", "--params", "p.zarr", "--dtype", "int8", "--scale", "1"), "--scale and --params"),
+    (("quantize", "x.zarr", "q.zarr", "--params", "p.zarr", "--dtype", "int8", "--axis", "1"), "--axis and --params"),
+    (
+        ("quantize", "x.zarr", "q.zarr", "--params", "p.zarr", "--dtype", "int8", "--calibrate", "mse"),
+        "--params and --cal",
+    ),
+    (("quantize", "x.zarr", "q.zarr", "--params", "other.zarr", "--dtype", "int8"), "shape (4, 6)"),
+    (
+        ("quantize", "x.zarr", "q.zarr", "--calibrate", "minmax", "--dtype", "int8", "--zero-point", "1"),
+        "--zero-point and",
+    ),
+    (("compare", "x.zarr", "none.zarr"), "none.zarr"),
+    (("compare", "x.zarr", "small.zarr"), "shape"),
+    (("compare", "x.zarr", "x.zarr", "--html", "no/such/r.html"), "no/such"),
+    (("compare", "x.zarr", "codes.zarr"), "int8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"), WRONG, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
+)
+def test_bad_requests_give_one_clear_line_and_leave_nothing(folder, arguments, part):
+    chunkq.calibrate(values(SHAPE)).to_zarr("p.zarr")
+    chunkq.calibrate(values((4, 6))).to_zarr("other.zarr")
+    zarr.create_array("small.zarr", data=values((4, 6)))
+    zarr.create_array("codes.zarr", data=np.ones(SHAPE, np.int8))
+    before = sorted(str(p) for p in folder.rglob("*"))
+    said = run(*arguments, code=2)
+    assert said.startswith("chunkq: ")
+    assert said.count("\n") == 1
+    assert part in said
+    assert sorted(str(p) for p in folder.rglob("*")) == before
