@@ -281,8 +281,8 @@ def differences() -> str:
     """The table of scales and zero points: chunkq's, onnxruntime's, and how many are equal."""
     head = ("codes", "method", "chunkq", "onnxruntime", "equal scales", "equal zero points", "why not all")
     title = (
-        f"## Parameters beside onnxruntime's\n\n{CHANNELS} channels of {LENGTH} float32 each, every second clipped to\n"
-        f"-c .. c; percentile {PERCENTILE}, {BINS} bins. Scale and zero point are those of channel 0.\n\n"
+        f"## Parameters beside onnxruntime's\n\n{CHANNELS} channels of {LENGTH} float32 each, every second clipped on\n"
+        f"both sides; percentile {PERCENTILE}, {BINS} bins. Scale and zero point are those of channel 0.\n\n"
     )
     try:
         import onnx  # noqa: F401
