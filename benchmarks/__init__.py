@@ -1,4 +1,4 @@
-"""Benchmarks of chunkq against its peers: ``python -m benchmarks kernels|pipeline|codecs|scale``; ``--help`` says more.
+"""Benchmarks of chunkq against its peers: ``python -m benchmarks SUITE``; ``--help`` names the suites and says more.
 
 ``python -m`` puts the current folder first on the module path. In a source tree that was installed but not built in place
 that would import a chunkq without compiled kernels; the tree then steps behind the installed package.

@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks kernels``, ``pipeline``, ``codecs`` or ``scale``.
+"""The command line: ``python -m benchmarks kernels``, ``statistics``, ``pipeline``, ``codecs`` or ``scale``.
 
 Exit code 0: all that was timed answered right; 1: a contender answered wrong (its row says how); 2: a wrong request.
 """
@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks import codecs, frame, kernels, pipeline, scale
+from benchmarks import codecs, frame, kernels, pipeline, scale, statistics
 
-SUITES: dict[str, Any] = {"kernels": kernels, "pipeline": pipeline, "codecs": codecs}
+SUITES: dict[str, Any] = {"kernels": kernels, "statistics": statistics, "pipeline": pipeline, "codecs": codecs}
 
 Named = TypeVar("Named")
 
@@ -37,7 +37,7 @@ pip install 'chunkq[bench]'; one that is missing has a row that says so.
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Time chunkq against its peers, in memory and from zarr to zarr; codecs; what many units cost.",
+        description="Time chunkq against its peers: operators and statistics in memory, zarr to zarr, codecs, many units.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     # before the first case: a tree that changes meanwhile must not lend its new commit to old kernels
     about = frame.environment() | {"suite": options.suite, "elements": elements, "rounds": rounds}
-    markdown = codecs.markdown if module is codecs else frame.markdown  # two rows of codecs make a line
+    markdown = getattr(module, "markdown", frame.markdown)  # some suites have a table of their own
     rows: list[frame.Row] = []
     for name, make in cases.items():
         print(f"{name} ...", file=sys.stderr, flush=True)

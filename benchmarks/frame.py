@@ -349,7 +349,7 @@ def _stale() -> str:
     from chunkq.kernels import kernels
 
     built = Path(str(kernels.__file__))
-    sources = [*built.parent.glob("*.pyx"), *built.parent.glob("*.h")]  # none beside an installed build
+    sources = [s for kind in ("pyx", "pxi", "h") for s in built.parent.glob(f"*.{kind}")]  # none where it is installed
     return " (kernels older than their source)" if any(_newer(s, built) for s in sources) else ""
 
 

@@ -18,9 +18,6 @@ from chunkq.errors import SpecError
 from chunkq.run import Array
 from chunkq.spec import ParamSpec, Region, Shape, integer_argument, normalize_axis
 
-#: Shorter runs of a group are moved together first, where a kernel wants each group by itself.
-SHORT_RUN = 16
-
 # A size, and whether the groups change along it.
 _Axis = tuple[int, bool]
 
@@ -78,11 +75,8 @@ class Groups:
                 tuple(slice(s.start - o, s.stop - o) for s, o in zip(groups, first, strict=True)),
             )
 
-    def layout(self, shape: Shape, runs: bool) -> tuple[Shape, Shape | None]:
-        """A piece of this shape as the kernels take it, (A, B, C, D), and the order of axes it needs, None for its own.
-
-        `runs` says that the elements of a group are wanted in runs.
-        """
+    def layout(self, shape: Shape) -> tuple[Shape, Shape | None]:
+        """A piece of this shape as the kernels take it, (A, B, C, D), and the order of axes it needs, None for its own."""
         axes = self._axes(shape)
         merged: list[_Axis] = []
         for size, grouped in axes:
@@ -97,8 +91,7 @@ class Groups:
             a, b, c, d = (*sizes, 1, 1, 1, 1)[:4]
             if c * d == 1:
                 a, c, b, d = 1, a, 1, b
-            if not runs or d >= SHORT_RUN or c == 1:
-                return (a, b, c, d), None
+            return (a, b, c, d), None
         order = sorted(range(len(axes)), key=lambda i: not axes[i][1])
         groups = prod(size for size, grouped in axes if grouped)
         return (1, 1, groups, prod(shape) // max(groups, 1)), tuple(order)
@@ -115,9 +108,9 @@ class Groups:
                 axes += [(n // k, True), (k, False)]
         return axes
 
-    def prepared(self, piece: Array, runs: bool) -> tuple[Array, Shape]:
+    def prepared(self, piece: Array) -> tuple[Array, Shape]:
         """A piece as the kernels take it: float32 or float64, contiguous, flat; and its (A, B, C, D)."""
-        shape, order = self.layout(piece.shape, runs)
+        shape, order = self.layout(piece.shape)
         plain = piece if piece.dtype.newbyteorder("=") == np.float64 else to_float32(piece)
         if order is not None:
             plain = plain.reshape([size for size, _ in self._axes(piece.shape)]).transpose(order)
@@ -125,7 +118,7 @@ class Groups:
 
     def place(self, piece: Shape, flat: Array) -> tuple[Array, ...]:
         """Where elements that a kernel numbered lie in a piece of this shape."""
-        _, order = self.layout(piece, runs=True)
+        _, order = self.layout(piece)
         if not piece:
             return ()
         if order is None:

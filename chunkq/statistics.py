@@ -24,6 +24,9 @@ State = dict[str, Array]
 #: Above this no limit can be doubled; the values are then halved, which is exact.
 LARGEST_LIMIT = 2.0**1022
 
+#: Elements from which sums are carried before they are merged.
+SPARE = 1 << 24
+
 #: Items for each thread where the groups are too few to share out.
 ITEMS = 4
 
@@ -48,7 +51,11 @@ class Statistic:
 
     def empty(self, grid: Shape) -> State:
         """The state of no elements."""
-        return {name: np.full((*grid, *shape), value, dtype) for name, (shape, dtype, value) in self.fields().items()}
+        # zeros are had from the system without writing them: histograms of many groups are large
+        return {
+            name: np.full((*grid, *shape), value, dtype) if value else np.zeros((*grid, *shape), dtype)
+            for name, (shape, dtype, value) in self.fields().items()
+        }
 
     def state_bytes(self, grid: Shape) -> int:
         """Bytes of a state."""
@@ -58,15 +65,21 @@ class Statistic:
     def measure(self, region: Region, arrays: list[Array], n_threads: int | None = 1) -> State:
         """The state of a region, of the groups that it touches; the arrays hold the region."""
         cut = self.groups.cut(region)
-        state = self.empty(tuple(s.stop - s.start for s in cut))
+        grid = tuple(s.stop - s.start for s in cut)
         if not arrays[0].size:
-            return state
+            return self.empty(grid)
         threads = thread_count(n_threads, arrays[0].size)
+        whole, state = tuple(slice(0, n) for n in grid), None
         for inside, touched in self.groups.pieces(region):
             own = tuple(slice(c.start + t.start, c.start + t.stop) for c, t in zip(cut, touched, strict=True))
             start = tuple(r.start + i.start for r, i in zip(region, inside, strict=True))
             part = self.measure_piece([within(array, inside) for array in arrays], own, start, threads)
+            if state is None and touched == whole:
+                state = part
+                continue
+            state = self.empty(grid) if state is None else state
             self.merge(view(state, touched), part)
+        assert state is not None  # a region with elements has pieces
         return state
 
     def measure_sections(self, shape: Shape, cut: Region, sections: int, call: Callable[[State], None]) -> State:
@@ -105,7 +118,7 @@ class Extremes(Statistic):
         }
 
     def measure_piece(self, arrays: list[Array], cut: Region, start: Shape, n_threads: int) -> State:
-        x, shape = self.groups.prepared(arrays[0], runs=False)
+        x, shape = self.groups.prepared(arrays[0])
         tiles = shape[0] * (shape[2] if shape[3] >= 256 else -(-shape[2] * shape[3] // 2048))
         state = self.measure_sections(
             shape,
@@ -134,7 +147,7 @@ class Histogram(Statistic):
         return {"counts": ((self.bins + 1,), np.int64, 0)}
 
     def measure_piece(self, arrays: list[Array], cut: Region, start: Shape, n_threads: int) -> State:
-        x, shape = self.groups.prepared(arrays[0], runs=True)
+        x, shape = self.groups.prepared(arrays[0])
         limits = self.limits[cut].reshape(-1)
         factor = 0.5 if limits.max(initial=0.0) > LARGEST_LIMIT else 1.0
         limits = np.ascontiguousarray(limits * factor)
@@ -169,8 +182,8 @@ class Errors(Statistic):
         }
 
     def measure_piece(self, arrays: list[Array], cut: Region, start: Shape, n_threads: int) -> State:
-        a, shape = self.groups.prepared(arrays[0], runs=True)
-        b, _ = self.groups.prepared(arrays[1], runs=True)
+        a, shape = self.groups.prepared(arrays[0])
+        b, _ = self.groups.prepared(arrays[1])
         both = np.result_type(a, b)
         a, b = a.astype(both, copy=False), b.astype(both, copy=False)
         state = self.measure_sections(
@@ -179,6 +192,8 @@ class Errors(Statistic):
             sections_of(shape, n_threads, shape[0] * shape[2]),
             lambda s: kernels.sum_errors(a, b, shape, s["limbs"], s["worst"], s["where"], s["counts"], n_threads),
         )
+        if arrays[0].size > SPARE:
+            carry(state["limbs"])
         found = state["where"] >= 0
         at = self.groups.place(arrays[0].shape, state["where"][found])
         inside = [i + s for i, s in zip(at, start, strict=True)]
@@ -208,7 +223,7 @@ class Saturated(Statistic):
         return {"saturated": ((), np.int64, 0)}
 
     def measure_piece(self, arrays: list[Array], cut: Region, start: Shape, n_threads: int) -> State:
-        flat, (a, b, c, d) = self.groups.prepared(arrays[0], runs=True)
+        flat, (a, b, c, d) = self.groups.prepared(arrays[0])
         at_the_end = ((flat == self.lowest) | (flat == self.highest)).reshape(a, b, c, d)
         grid = tuple(s.stop - s.start for s in cut)
         return {"saturated": at_the_end.sum(axis=(1, 3), dtype=np.int64).reshape(grid)}

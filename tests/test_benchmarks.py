@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import chunkq
 from chunkq import workers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +32,7 @@ def run(*arguments):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
 
 
-@pytest.mark.parametrize("suite", ["kernels", "pipeline"])
+@pytest.mark.parametrize("suite", ["kernels", "statistics", "pipeline"])
 def test_a_tiny_run(suite, tmp_path):
     done = run(suite, "--quick", "--elements", 4096, "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -83,6 +84,39 @@ def test_a_codec_that_changes_a_bit_is_never_timed(frame):
     rows = frame.measure(frame.Case("data, encode", 6, both, moved=24), rounds=3)
     assert [row.status for row in rows] == ["timed", "wrong"]
     assert "chunk 0 does not come back" in codecs.markdown(rows, frame.environment() | {"elements": 6, "rounds": 3}, "")
+
+
+def test_a_statistic_that_is_off_is_refused(frame):
+    statistics = importlib.import_module("benchmarks.statistics")
+    case = statistics.sums_case("sums")
+    found = chunkq.compare(*statistics.pair((1 << 16,)))
+    check = case.contenders["chunkq"].check
+    assert check(found) == ""
+    found.overall.sums["ab"] = np.nextafter(found.overall.sums["ab"], np.inf)
+    with pytest.raises(frame.WrongAnswer, match="differs in 1 of 1"):
+        check(found)
+    with pytest.raises(frame.WrongAnswer, match="mse is"):
+        statistics.close("mse", np.float64([1, 2]))(np.float64([1, 2.000001]))
+    expected = np.int64([[5000, 5000, 5000]])
+    assert statistics.near(expected)(expected) == ""
+    assert "2 of 15,000 values" in statistics.near(expected)(np.int64([[4998, 5002, 5000]]))
+    for wrong in ([[5000, 5000, 5001]], [[4980, 5000, 5020]]):
+        with pytest.raises(frame.WrongAnswer, match="beyond another edge"):
+            statistics.near(expected)(np.int64(wrong))
+
+
+def test_parameters_beside_onnxruntimes(frame):
+    pytest.importorskip("onnxruntime.quantization")
+    statistics = importlib.import_module("benchmarks.statistics")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in statistics.differences().splitlines()[7:]]
+    assert len(rows) == 2 * 2 * 2
+    for codes, method, mine, its, scales, zeros, why in rows:
+        assert (int(scales) == int(zeros) == statistics.CHANNELS) == (why == "")
+        assert "another reason" not in why
+        if method == "minmax":
+            assert int(scales) == statistics.CHANNELS
+        if method == "minmax" and "symmetric" in codes:
+            assert (mine, why) == (its, "")
 
 
 def test_a_target_with_one_wrong_bit_or_other_codecs_is_refused(frame):

@@ -16,6 +16,8 @@ cdef extern from "statistics.h" nogil:
         int64_t* counts
     void cq_compare_f32(const float*, const float*, Py_ssize_t, int64_t, cq_errors)
     void cq_compare_f64(const double*, const double*, Py_ssize_t, int64_t, cq_errors)
+    void cq_carry(int64_t*)
+    double cq_rounded(const int64_t*)
     int CQ_LIMBS, CQ_SUMS
 
 LIMBS, SUMS = CQ_LIMBS, CQ_SUMS
@@ -24,6 +26,9 @@ cdef enum:
     LANES = 64           # columns that a long run is taken in
     WIDTH = 2048         # columns at once at most; their extremes stay in L1
     LONG = 256           # runs of this many elements are taken by themselves, shorter ones side by side
+    SHORT = 16           # runs shorter than this are moved together first, where a group is wanted by itself
+    SIDE = 32            # columns that are moved together at once
+    DEEP = 256           # rows
 
 
 cdef struct Layout:
@@ -41,6 +46,30 @@ cdef Layout layout_of(shape, Py_ssize_t sections, Py_ssize_t elements) except *:
 
 cdef inline Py_ssize_t edge_of(Py_ssize_t n, Py_ssize_t section, Py_ssize_t sections) noexcept nogil:
     return n * section // sections
+
+
+cdef inline int share_of(Py_ssize_t items, int n_threads) noexcept nogil:
+    """Items that a thread takes at once: few enough that nobody waits long for the last, many where they are short."""
+    return <int>max(1, min(items // (8 * n_threads), 1 << 20))
+
+
+cdef inline bint is_short(Layout at) noexcept nogil:
+    return at.d < SHORT and at.b > 1 and at.c > 1
+
+
+cdef inline void together(const real* x, Py_ssize_t rows, Py_ssize_t stride, Py_ssize_t groups, Py_ssize_t d,
+                          real* to) noexcept nogil:
+    """Rows of some groups, d elements each, so that the elements of each group follow each other."""
+    cdef Py_ssize_t r, g, k
+    if d == 1:
+        for r in range(rows):
+            for g in range(groups):
+                to[g * rows + r] = x[r * stride + g]
+        return
+    for r in range(rows):
+        for g in range(groups):
+            for k in range(d):
+                to[(g * rows + r) * d + k] = x[r * stride + g * d + k]
 
 
 cdef inline int extremes(const real* x, Py_ssize_t rows, Py_ssize_t stride, Py_ssize_t width, real* lo,
@@ -103,9 +132,10 @@ cdef void columns(const real* x, Py_ssize_t rows, Py_ssize_t stride, Py_ssize_t 
 
 cdef void extremes_of(const real* x, Layout at, double* lows, double* highs, int64_t* odd,
                       int n_threads) noexcept nogil:
-    cdef Py_ssize_t item, g, s, b, first, last, tile, tiles, wide, place, groups = at.a * at.c
+    cdef Py_ssize_t item, items, g, s, b, first, last, tile, tiles, wide, place, groups = at.a * at.c
     if at.d >= LONG:
-        for item in prange(groups * at.sections, schedule="static", num_threads=n_threads):
+        items = groups * at.sections
+        for item in prange(items, schedule="dynamic", chunksize=share_of(items, n_threads), num_threads=n_threads):
             g, s = item // at.sections, item % at.sections
             first, last = edge_of(at.d, s, at.sections), edge_of(at.d, s + 1, at.sections)
             place = s * groups + g
@@ -115,7 +145,8 @@ cdef void extremes_of(const real* x, Layout at, double* lows, double* highs, int
         return
     wide = WIDTH // at.d                     # groups of a tile
     tiles = (at.c + wide - 1) // wide
-    for item in prange(at.a * tiles * at.sections, schedule="static", num_threads=n_threads):
+    items = at.a * tiles * at.sections
+    for item in prange(items, schedule="dynamic", chunksize=share_of(items, n_threads), num_threads=n_threads):
         s, tile = item % at.sections, item // at.sections % tiles
         g = item // at.sections // tiles     # of at.a
         first, last = edge_of(at.b, s, at.sections), edge_of(at.b, s + 1, at.sections)
@@ -137,27 +168,117 @@ def scan(const real[::1] x, shape, double[:, ::1] lows, double[:, ::1] highs, in
         extremes_of(&x[0], at, &lows[0, 0], &highs[0, 0], &odd[0, 0, 0], n_threads)
 
 
+cdef void bins_of_tile(const real* x, Layout at, Py_ssize_t tile, Py_ssize_t s, const double* limits, double factor,
+                       int32_t bins, int64_t* counts) noexcept nogil:
+    """Of the groups of a tile whose runs are short."""
+    cdef real run[SIDE * DEEP]
+    cdef Py_ssize_t wide = SIDE // at.d, tiles = (at.c + wide - 1) // wide
+    cdef Py_ssize_t a = tile // tiles, c = tile % tiles * wide, last = edge_of(at.b, s + 1, at.sections)
+    cdef Py_ssize_t g, rows, b = edge_of(at.b, s, at.sections), groups = min(wide, at.c - c), first = a * at.c + c
+    while b < last:
+        rows = min(<Py_ssize_t>DEEP, last - b)
+        together(x + ((a * at.b + b) * at.c + c) * at.d, rows, at.c * at.d, groups, at.d, run)
+        for g in range(groups):
+            bins_of_run(run + g * rows * at.d, rows * at.d, factor, limits[first + g], bins,
+                        counts + (first + g) * (bins + 1))
+        b += rows
+
+
+cdef inline void bins_of_run(const real* x, Py_ssize_t n, double factor, double limit, int32_t bins,
+                             int64_t* counts) noexcept nogil:
+    if real is float:
+        cq_bins_f32(x, n, factor, limit, bins, counts)
+    else:
+        cq_bins_f64(x, n, factor, limit, bins, counts)
+
+
+cdef void bins_of(const real* x, Layout at, const double* limits, double factor, int32_t bins, int64_t* counts,
+                  int n_threads) noexcept nogil:
+    cdef Py_ssize_t item, g, s, b, first, last, items, groups = at.a * at.c, places = bins + 1
+    if is_short(at):
+        items = at.a * ((at.c - 1) // (SIDE // at.d) + 1) * at.sections
+        for item in prange(items, schedule="dynamic", chunksize=share_of(items, n_threads), num_threads=n_threads):
+            s = item % at.sections
+            bins_of_tile(x, at, item // at.sections, s, limits, factor, bins, counts + s * groups * places)
+        return
+    items = groups * at.sections
+    for item in prange(items, schedule="dynamic", chunksize=share_of(items, n_threads), num_threads=n_threads):
+        g, s = item // at.sections, item % at.sections
+        first, last = edge_of(at.d, s, at.sections), edge_of(at.d, s + 1, at.sections)
+        for b in range(at.b):
+            bins_of_run(x + ((g // at.c * at.b + b) * at.c + g % at.c) * at.d + first, last - first, factor, limits[g],
+                        bins, counts + (s * groups + g) * places)
+
+
 def count_bins(const real[::1] x, shape, const double[::1] limits, double factor, int64_t[:, :, ::1] counts,
                int n_threads):
     """Histograms of each group from -limit to limit, of x times a factor; the last place counts what is not finite."""
     cdef Layout at = layout_of(shape, counts.shape[0], x.shape[0])
-    cdef Py_ssize_t item, g, s, b, first, last, groups = at.a * at.c
+    cdef Py_ssize_t groups = at.a * at.c
     cdef int32_t bins = <int32_t>(counts.shape[2] - 1)
-    cdef const real* run
     if limits.shape[0] != groups or counts.shape[1] != groups or not 0 < bins <= 1 << 24 or n_threads < 1:
         raise ValueError("limits and counts do not belong together")
     if x.shape[0] == 0:
         return
     with nogil:
-        for item in prange(groups * at.sections, schedule="static", num_threads=n_threads):
-            g, s = item // at.sections, item % at.sections
-            first, last = edge_of(at.d, s, at.sections), edge_of(at.d, s + 1, at.sections)
-            for b in range(at.b):
-                run = &x[0] + ((g // at.c * at.b + b) * at.c + g % at.c) * at.d + first
-                if real is float:
-                    cq_bins_f32(run, last - first, factor, limits[g], bins, &counts[s, g, 0])
-                else:
-                    cq_bins_f64(run, last - first, factor, limits[g], bins, &counts[s, g, 0])
+        bins_of(&x[0], at, &limits[0], factor, bins, &counts[0, 0, 0], n_threads)
+
+
+cdef inline void sums_of_run(const real* x, const real* y, Py_ssize_t n, Py_ssize_t index,
+                             cq_errors to) noexcept nogil:
+    if real is float:
+        cq_compare_f32(x, y, n, index, to)
+    else:
+        cq_compare_f64(x, y, n, index, to)
+
+
+cdef inline cq_errors errors_at(cq_errors to, Py_ssize_t place) noexcept nogil:
+    to.limbs += place * CQ_SUMS * CQ_LIMBS
+    to.worst += place
+    to.where += place
+    to.counts += 4 * place
+    return to
+
+
+cdef void sums_of_tile(const real* x, const real* y, Layout at, Py_ssize_t tile, Py_ssize_t s,
+                       cq_errors to) noexcept nogil:
+    """Of the groups of a tile whose runs are short."""
+    cdef real run[SIDE * DEEP]
+    cdef real other[SIDE * DEEP]
+    cdef Py_ssize_t wide = SIDE // at.d, tiles = (at.c + wide - 1) // wide
+    cdef Py_ssize_t a = tile // tiles, c = tile % tiles * wide, last = edge_of(at.b, s + 1, at.sections)
+    cdef Py_ssize_t g, rows, start, b = edge_of(at.b, s, at.sections), groups = min(wide, at.c - c)
+    cdef int64_t found
+    cdef cq_errors of_group
+    while b < last:
+        rows = min(<Py_ssize_t>DEEP, last - b)
+        start = ((a * at.b + b) * at.c + c) * at.d
+        together(x + start, rows, at.c * at.d, groups, at.d, run)
+        together(y + start, rows, at.c * at.d, groups, at.d, other)
+        for g in range(groups):
+            of_group = errors_at(to, (s * at.a + a) * at.c + c + g)
+            found = -1
+            of_group.where = &found
+            sums_of_run(run + g * rows * at.d, other + g * rows * at.d, rows * at.d, 0, of_group)
+            if found >= 0:  # counted in the group's own elements
+                to.where[(s * at.a + a) * at.c + c + g] = (start + (found // at.d * at.c + g) * at.d + found % at.d)
+        b += rows
+
+
+cdef void sums_of(const real* x, const real* y, Layout at, cq_errors to, int n_threads) noexcept nogil:
+    cdef Py_ssize_t item, g, s, b, first, last, start, items, groups = at.a * at.c
+    if is_short(at):
+        items = at.a * ((at.c - 1) // (SIDE // at.d) + 1) * at.sections
+        for item in prange(items, schedule="dynamic", chunksize=share_of(items, n_threads), num_threads=n_threads):
+            sums_of_tile(x, y, at, item // at.sections, item % at.sections, to)
+        return
+    items = groups * at.sections
+    for item in prange(items, schedule="dynamic", chunksize=share_of(items, n_threads), num_threads=n_threads):
+        g, s = item // at.sections, item % at.sections
+        first, last = edge_of(at.d, s, at.sections), edge_of(at.d, s + 1, at.sections)
+        for b in range(at.b):
+            start = ((g // at.c * at.b + b) * at.c + g % at.c) * at.d + first
+            sums_of_run(x + start, y + start, last - first, start, errors_at(to, s * groups + g))
 
 
 def sum_errors(const real[::1] x, const real[::1] y, shape, int64_t[:, :, :, ::1] limbs, double[:, ::1] worst,
@@ -167,28 +288,32 @@ def sum_errors(const real[::1] x, const real[::1] y, shape, int64_t[:, :, :, ::1
     At most 2**31 elements of a group may be added before the limbs are carried (chunkq.exact).
     """
     cdef Layout at = layout_of(shape, limbs.shape[0], x.shape[0])
-    cdef Py_ssize_t item, g, s, b, first, last, start, groups = at.a * at.c
+    cdef Py_ssize_t groups = at.a * at.c
+    cdef cq_errors to
     if (y.shape[0] != x.shape[0] or limbs.shape[2] != CQ_SUMS or limbs.shape[3] != CQ_LIMBS or counts.shape[2] != 4
             or not limbs.shape[1] == worst.shape[1] == where.shape[1] == counts.shape[1] == groups
             or not worst.shape[0] == where.shape[0] == counts.shape[0] == at.sections or n_threads < 1):
         raise ValueError("x, y and the results do not belong together")
     if x.shape[0] == 0:
         return
+    to.limbs, to.worst, to.where, to.counts = &limbs[0, 0, 0, 0], &worst[0, 0], &where[0, 0], &counts[0, 0, 0]
     with nogil:
-        for item in prange(groups * at.sections, schedule="static", num_threads=n_threads):
-            g, s = item // at.sections, item % at.sections
-            first, last = edge_of(at.d, s, at.sections), edge_of(at.d, s + 1, at.sections)
-            for b in range(at.b):
-                start = ((g // at.c * at.b + b) * at.c + g % at.c) * at.d + first
-                sum_run(&x[0], &y[0], start, last - first, &limbs[s, g, 0, 0], &worst[s, g], &where[s, g],
-                        &counts[s, g, 0])
+        sums_of(&x[0], &y[0], at, to, n_threads)
 
 
-cdef void sum_run(const real* x, const real* y, Py_ssize_t start, Py_ssize_t n, int64_t* limbs, double* worst,
-                  int64_t* where, int64_t* counts) noexcept nogil:
-    cdef cq_errors to
-    to.limbs, to.worst, to.where, to.counts = limbs, worst, where, counts
-    if real is float:
-        cq_compare_f32(x + start, y + start, n, start, to)
-    else:
-        cq_compare_f64(x + start, y + start, n, start, to)
+def carry_limbs(int64_t[:, ::1] limbs):
+    """Bring all limbs but the last, which has the sign, into 0 .. 2**32 - 1, in place."""
+    cdef Py_ssize_t i
+    if limbs.shape[1] != CQ_LIMBS:
+        raise ValueError("these are no limbs")
+    for i in range(limbs.shape[0]):
+        cq_carry(&limbs[i, 0])
+
+
+def round_limbs(const int64_t[:, ::1] limbs, double[::1] sums):
+    """The float64 nearest to each sum, whose limbs are carried."""
+    cdef Py_ssize_t i
+    if limbs.shape[1] != CQ_LIMBS or limbs.shape[0] != sums.shape[0]:
+        raise ValueError("limbs and sums do not belong together")
+    for i in range(limbs.shape[0]):
+        sums[i] = cq_rounded(&limbs[i, 0])
