@@ -219,8 +219,8 @@ def sums_case(name: str) -> Case:
 CHANNELS, LENGTH = 256, 1 << 12
 PERCENTILE = 99.9
 
-NO_ZERO_POINTS = "its zero point is of the scale before that is rounded to float32"
 NO_EDGES = "its histogram of float32 has float32 edges; of the same values in float64 all are equal"
+UNKNOWN = "for another reason"
 NO_BINS = "its histogram is of the magnitudes, 2048 bins from the smallest to the largest"
 
 
@@ -268,12 +268,12 @@ def why_not(x: Array, method: str, dtype: str, symmetric: bool, scales: bool, ze
     if scales and zeros:
         return ""
     if scales:
-        return NO_ZERO_POINTS
+        return UNKNOWN
     if symmetric:
         return NO_BINS
     wide = x.astype(np.float64)
     mine, its = (of(wide, method, dtype, symmetric)[0] for of in (own_parameters, onnxruntime_parameters))
-    return NO_EDGES if np.array_equal(mine, its) else "for another reason"
+    return NO_EDGES if np.array_equal(mine, its) else UNKNOWN
 
 
 @cache

@@ -231,7 +231,7 @@ class Calibration:
         grid = grid_of(name, symmetric, narrow_range)
         low, high = self.range(grid)
         scale, zero = scale_and_zero(low, high, grid)
-        return scale.astype(np.float32), zero.astype(np.int64).astype(row.dtype)
+        return scale, zero.astype(np.int64).astype(row.dtype)
 
     def _float_scale(self, name: str, symmetric: bool, narrow_range: bool) -> Array:
         if narrow_range or not symmetric:
@@ -392,20 +392,23 @@ def _of_zero(low: Array, high: Array, output_low: Array, levels: int) -> Array:
 
 
 def scale_and_zero(low: Array, high: Array, grid: Grid) -> tuple[Array, Array]:
-    """Scale, rounded to float32, and zero point for a range and codes; float64."""
+    """Scale in float32, and zero point in float64, for a range and codes."""
     low, high = np.minimum(low, 0.0), np.maximum(high, 0.0)
     if grid.zero is not None:
         high = np.maximum(-low, high)
         low = -high
-    # divided first: the difference of float64 limits may be too large
-    scale = np.maximum(high / (grid.high - grid.low) - low / (grid.high - grid.low), SMALLEST_SCALE)
+    steps = grid.high - grid.low
     with np.errstate(over="ignore"):
-        scale = scale.astype(np.float32).astype(np.float64)
+        width = high - low
+        # the difference of float64 limits may be too large
+        exact = np.maximum(np.where(np.isfinite(width), width / steps, high / steps - low / steps), SMALLEST_SCALE)
+        scale = exact.astype(np.float32)
     if not np.isfinite(scale).all():
         raise SpecError("value", "the range is too large for a float32 scale; calibrate with 'percentile'")
     if grid.zero is not None:
         return scale, np.full(np.shape(scale), float(grid.zero))
-    return scale, np.clip(np.rint(grid.low - low / scale), grid.low, grid.high)
+    # by the scale as it was: of a range around 0 in the middle, its rounding would decide
+    return scale, np.clip(np.rint(grid.low - low / exact), grid.low, grid.high)
 
 
 def _at_share(share: Array, wanted: float, edges: Array) -> Array:
@@ -423,7 +426,7 @@ def _best_ratio(count: Array, middle: Array, low: float, high: float, grid: Grid
     if not count.size or low == high:
         return 1.0
     scale, zero = scale_and_zero(low * CLIP_RATIOS, high * CLIP_RATIOS, grid)
-    scale, zero = scale[:, np.newaxis], zero[:, np.newaxis]
+    scale, zero = scale.astype(np.float64)[:, np.newaxis], zero[:, np.newaxis]
     codes = np.clip(np.rint(middle / scale) + zero, grid.low, grid.high)
     # in units of the range: the square of a float64 may be too large
     unit = max(-low, high)

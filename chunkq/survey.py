@@ -32,8 +32,9 @@ from chunkq.store import Handle, ZarrArray, location, object_shape
 from chunkq.units import Job, Measured, Outcome, held_params, measure_unit, unit_arrays
 from chunkq.workers import Arrangement
 
-#: Elements of an array in memory that are taken at once: what has to be moved together for it stays small.
-SLAB = 1 << 24
+#: Elements of an array in memory that are taken at once, where what has to be converted or moved together for it is to
+#: stay small, and where nothing has to; the sums of statistics.h allow for 2**31.
+SLAB, LONG_SLAB = 1 << 24, 1 << 30
 
 #: Parts that one task of a Dask tree merges.
 FAN_IN = 8
@@ -61,18 +62,19 @@ class How:
 def survey_numpy(statistic: Statistic, arrays: list[Array], how: How) -> State:
     """The state of NumPy arrays of one shape."""
     state = statistic.empty(statistic.groups.grid)
-    for region in _slabs(arrays[0].shape):
+    plain = all(a.flags.c_contiguous and a.dtype in (np.float32, np.float64) and a.dtype.isnative for a in arrays)
+    for region in _slabs(arrays[0].shape, LONG_SLAB if plain else SLAB):
         part = statistic.measure(region, [within(array, region) for array in arrays], how.n_threads)
         statistic.merge(view(state, statistic.groups.cut(region)), part)
     return state
 
 
-def _slabs(shape: Shape) -> list[Region]:
-    """Regions of about `SLAB` elements, each a range of one axis and whole along the ones after it."""
-    axis = next((a for a in range(len(shape)) if prod(shape[a + 1 :]) <= SLAB), 0)
+def _slabs(shape: Shape, most: int) -> list[Region]:
+    """Regions of up to `most` elements, each a range of one axis and whole along the ones after it."""
+    axis = next((a for a in range(len(shape)) if prod(shape[a + 1 :]) <= most), 0)
     if not shape or not prod(shape):
         return [tuple(slice(0, n) for n in shape)]
-    rows = max(1, SLAB // prod(shape[axis + 1 :]))
+    rows = max(1, most // prod(shape[axis + 1 :]))
     before = product(*(range(n) for n in shape[:axis]))
     after = tuple(slice(0, n) for n in shape[axis + 1 :])
     return [
