@@ -63,10 +63,10 @@ def check_target(place: Place, inputs: dict[str, ZarrArray]) -> ZarrArray | zarr
         node = _existing(place)
         for above in ancestors(place):
             document = _document_above(above)
-            if document.get("node_type") == "array" or OPERATOR in _attributes(document):
+            what = "which chunkq wrote" if OPERATOR in _attributes(document) else "a zarr array"
+            if what == "which chunkq wrote" or document.get("node_type") == "array":
                 raise SpecError(
-                    "target",
-                    f"target {place.shown!r} lies inside {above.shown!r}, an array or chunkq's; choose another place",
+                    "target", f"target {place.shown!r} lies inside {above.shown!r}, {what}; choose another place"
                 )
     except SpecError:
         raise

@@ -199,7 +199,7 @@ def test_worker_processes_and_a_cluster(tmp_path):
     expected = chunkq.calibrate(x, axis=1, method="percentile")
     same(chunkq.calibrate(tmp_path / "x.zarr", axis=1, method="percentile", scheduler="processes", workers=2), expected)
     with (
-        LocalCluster(2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster) as client,
     ):
         same(chunkq.calibrate(tmp_path / "x.zarr", axis=1, method="percentile", scheduler=client), expected)

@@ -242,7 +242,10 @@ def test_a_cluster(tmp_path):
     scale = np.linspace(0.005, 0.03, 40, dtype=np.float32)
     quantized(tmp_path, x, scale, 0)
     expected = chunkq.compare(tmp_path / "x.zarr", tmp_path / "q.zarr", scheduler="sync")
-    with LocalCluster(2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster, Client(cluster):
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster),
+    ):
         same(chunkq.compare(tmp_path / "x.zarr", tmp_path / "q.zarr"), expected)
 
 
