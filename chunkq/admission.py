@@ -19,7 +19,7 @@ from chunkq.contents import get, keys
 from chunkq.errors import SpecError
 from chunkq.lock import LOCK
 from chunkq.places import Place, ancestors, comparable, first_line, parent, place_of, relation
-from chunkq.store import OPERATOR, REPLACING, ZarrArray, open_node, refuse_odd_chunks
+from chunkq.store import CALIBRATION, OPERATOR, REPLACING, ZarrArray, open_node, refuse_odd_chunks
 from chunkq.stored import Keys
 
 #: What the group of a quantized tensor consists of.
@@ -63,8 +63,8 @@ def check_target(place: Place, inputs: dict[str, ZarrArray]) -> ZarrArray | zarr
         node = _existing(place)
         for above in ancestors(place):
             document = _document_above(above)
-            what = "which chunkq wrote" if OPERATOR in _attributes(document) else "a zarr array"
-            if what == "which chunkq wrote" or document.get("node_type") == "array":
+            what = "which chunkq wrote" if _is_chunkqs(document) else "a zarr array"
+            if _is_chunkqs(document) or document.get("node_type") == "array":
                 raise SpecError(
                     "target", f"target {place.shown!r} lies inside {above.shown!r}, {what}; choose another place"
                 )
@@ -92,8 +92,8 @@ def _refuse_shared(place: Place, name: str, source: Place) -> None:
     if not comparable(place, source):
         return
     group = parent(source)
-    if group is not None and OPERATOR in _attributes(_document_above(group)):
-        source = group  # what a quantizing run wrote belongs together
+    if group is not None and _is_chunkqs(_document_above(group)):
+        source = group  # what a run wrote belongs together
     found = relation(place, source)
     if found == "same":
         raise SpecError("same_array", f"target {place.shown!r} is the {name} itself")
@@ -106,6 +106,11 @@ def _attributes(document: dict[str, Any]) -> dict[str, Any]:
     """The attributes in a zarr v3 document; empty where there are none to be read."""
     attributes = document.get("attributes")
     return attributes if isinstance(attributes, dict) else {}
+
+
+def _is_chunkqs(document: dict[str, Any]) -> bool:
+    """Whether it is of a group that belongs together: a quantized tensor's, or a calibration's."""
+    return not {OPERATOR, CALIBRATION}.isdisjoint(_attributes(document))
 
 
 def _document_above(place: Place) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from chunkq.run import Array, refuse_masked
 from chunkq.spec import integer_argument
 from chunkq.statistics import Extremes, Histogram, State, Statistic
 from chunkq.store import open_source
-from chunkq.survey import How, Tensors, plain_spec, survey_dask, survey_numpy, survey_zarr
+from chunkq.survey import How, Tensors, plain_spec, refuse_scheduler, survey_dask, survey_numpy, survey_zarr
 
 #: A pass over a tensor: the state of a statistic, and the measured peak of memory.
 _Take = Callable[[Statistic], tuple[State, int]]
@@ -107,6 +107,7 @@ def calibrate(
         raise SpecError("argument", "x is a list or number; pass a NumPy array of floats")
     if found in ("numpy", "dask"):
         refuse_masked("x", x)
+        refuse_scheduler(scheduler)
         shape, name = described("x", np.asarray(x) if found == "numpy" else x)
         _refuse_type(name)
         groups = groups_of(shape, axis, block_size)

@@ -141,33 +141,36 @@ class Calibration:
 
     # ---- the range
 
-    def range(self, grid: Grid) -> tuple[Array, Array]:
-        """Lowest and highest value that the method lets count, for codes on this grid; float64."""
+    def range(self, grid: Grid, narrow: bool = True) -> tuple[Array, Array]:
+        """Lowest and highest value that the method lets count, for codes on this grid; float64.
+
+        `narrow` says that the scale between the codes will be float32, which ``mse`` heeds.
+        """
         symmetric = grid.zero is not None
         if self.method == "percentile":
             return self._percentiles(symmetric)
         if self.method == "mse":
-            return self._least_error(grid)
+            return self._least_error(grid, narrow)
         if self.method == "absmax" or symmetric:
             return -self.limit, self.limit
         return self.minimum, self.maximum
 
     def _percentiles(self, symmetric: bool) -> tuple[Array, Array]:
-        """The edges of the bins that the shares fall in, no further out than the values are."""
+        """The outer edges of the bins in which the shares are reached, no further out than the values are."""
         counts, edges = self.counts(), self.edges()
         total = np.maximum(counts.sum(axis=-1), 1)[..., np.newaxis]
         if symmetric:
             half = counts.shape[-1] // 2
             folded = counts[..., half:] + counts[..., half - 1 :: -1]
-            high = _at_share(np.cumsum(folded, axis=-1) / total, self.percentile / 100, edges[..., half:])
-            high = np.minimum(np.where(high > 0, high, edges[..., half + 1]), self.limit)
+            high = _at_share(np.cumsum(folded, axis=-1) / total, self.percentile / 100, edges[..., half + 1 :])
+            high = np.minimum(high, self.limit)
             return -high, high
         cut = (100 - self.percentile) / 200
         share = np.cumsum(counts, axis=-1) / total
-        low, high = _at_share(share, cut, edges), _at_share(share, 1 - cut, edges)
+        low, high = _at_share(share, cut, edges[..., :-1]), _at_share(share, 1 - cut, edges[..., 1:])
         return np.maximum(low, self.minimum), np.minimum(high, self.maximum)
 
-    def _least_error(self, grid: Grid) -> tuple[Array, Array]:
+    def _least_error(self, grid: Grid, narrow: bool) -> tuple[Array, Array]:
         """The clipped range with the least squared error of the histogram's bins, each at its middle."""
         counts, edges = self.counts(), self.edges()
         symmetric = grid.zero is not None
@@ -175,9 +178,10 @@ class Calibration:
         high = (self.limit if symmetric else np.maximum(self.maximum, 0)).reshape(-1)
         middles = (edges[..., :-1] + edges[..., 1:]) / 2
         best = np.empty(low.size)
-        rows = zip(counts.reshape(low.size, -1), middles.reshape(low.size, -1), low, high, strict=True)
+        bins = counts.shape[-1]
+        rows = zip(counts.reshape(low.size, bins), middles.reshape(low.size, bins), low, high, strict=True)
         for i, (count, middle, first, last) in enumerate(rows):
-            best[i] = _best_ratio(count, middle, first, last, grid)
+            best[i] = _best_ratio(count, middle, first, last, grid, narrow)
         shape = self.limit.shape
         return (low * best).reshape(shape), (high * best).reshape(shape)
 
@@ -242,7 +246,7 @@ class Calibration:
         assert row.mini is not None
         largest = float(to_float32(np.array([row.mini.max], np.uint8).view(row.dtype))[0])
         _, high = self.range(Grid(-1, 1, 0))
-        return np.maximum(high / largest, SMALLEST_SCALE).astype(np.float32)
+        return _narrowed(np.maximum(high / largest, SMALLEST_SCALE))
 
     def arguments(self, dtype: Any = "int8", *, symmetric: bool = True, narrow_range: bool = False) -> dict[str, Any]:
         """What `QuantizeLinear` takes: scale, zero_point, axis, block_size, output_dtype; see `parameters`.
@@ -262,7 +266,7 @@ class Calibration:
         if self.axis is not None:
             where = {"axis": self.axis}
         elif any(self.steps):
-            where = {"block_size": tuple(k or n for k, n in zip(self.steps, self.shape, strict=True))}
+            where = {"block_size": tuple(max(k or n, 1) for k, n in zip(self.steps, self.shape, strict=True))}
         return {"scale": scale, "zero_point": zero_point, "output_dtype": name} | where
 
     def ranges(self, levels: int = 256, *, symmetric: bool = False, keep_zero: bool = True) -> tuple[Array, ...]:
@@ -323,7 +327,7 @@ class Calibration:
         if levels < 3 and (symmetric or keep_zero):
             raise SpecError("levels", f"levels={levels}: 0 and both ends need 3; pass keep_zero=False")
         grid = Grid(0, levels - 1, levels // 2 if symmetric else None)
-        low, high = self.range(grid)
+        low, high = self.range(grid, narrow=False)
         low, high = np.minimum(low, 0.0), np.maximum(high, 0.0)
         high = np.where(high > low, high, SMALLEST_SCALE * (levels - 1))  # all values 0
         if not (symmetric or keep_zero):
@@ -334,10 +338,10 @@ class Calibration:
             low, high = -np.maximum(-low, high), np.maximum(-low, high)
             step = high / (last - below)
         else:
-            width = high / last - low / last
+            width = np.maximum(high / last - low / last, np.finfo(np.float64).tiny)
             below = np.clip(np.rint(-low / width), np.where(low < 0, 1, 0), np.where(high > 0, last - 1, last))
             step = np.maximum(-low / np.maximum(below, 1), high / np.maximum(last - below, 1))
-        return -step * below, step * (last - below)
+        return 0.0 - step * below, step * (last - below)
 
     def _settled(self, low: Array, high: Array, levels: int) -> Array:
         """output_low, moved by what FakeQuantize's roundings make of 0, until that is 0."""
@@ -391,6 +395,15 @@ def _of_zero(low: Array, high: Array, output_low: Array, levels: int) -> Array:
     return made
 
 
+def _narrowed(scale: Array) -> Array:
+    """A scale as float32."""
+    with np.errstate(over="ignore"):
+        narrow = scale.astype(np.float32)
+    if not np.isfinite(narrow).all():
+        raise SpecError("value", "the range is too large for a float32 scale; calibrate with 'percentile'")
+    return narrow
+
+
 def scale_and_zero(low: Array, high: Array, grid: Grid) -> tuple[Array, Array]:
     """Scale in float32, and zero point in float64, for a range and codes."""
     low, high = np.minimum(low, 0.0), np.maximum(high, 0.0)
@@ -402,9 +415,7 @@ def scale_and_zero(low: Array, high: Array, grid: Grid) -> tuple[Array, Array]:
         width = high - low
         # the difference of float64 limits may be too large
         exact = np.maximum(np.where(np.isfinite(width), width / steps, high / steps - low / steps), SMALLEST_SCALE)
-        scale = exact.astype(np.float32)
-    if not np.isfinite(scale).all():
-        raise SpecError("value", "the range is too large for a float32 scale; calibrate with 'percentile'")
+    scale = _narrowed(exact)
     if grid.zero is not None:
         return scale, np.full(np.shape(scale), float(grid.zero))
     # by the scale as it was: of a range around 0 in the middle, its rounding would decide
@@ -412,20 +423,25 @@ def scale_and_zero(low: Array, high: Array, grid: Grid) -> tuple[Array, Array]:
 
 
 def _at_share(share: Array, wanted: float, edges: Array) -> Array:
-    """The left edge of the first bin up to whose end a share of the values lies."""
+    """An edge of the first bin up to whose end a share of the values lies."""
     first = np.argmax(share >= wanted, axis=-1)
     first = np.where((share >= wanted).any(axis=-1), first, share.shape[-1] - 1)
     found: Array = np.take_along_axis(edges, first[..., np.newaxis], axis=-1)[..., 0]
     return found
 
 
-def _best_ratio(count: Array, middle: Array, low: float, high: float, grid: Grid) -> float:
+def _best_ratio(count: Array, middle: Array, low: float, high: float, grid: Grid, narrow: bool) -> float:
     """The clip ratio with the least squared error; sums are made from left to right, whatever the machine."""
     some = count > 0
     count, middle = count[some].astype(np.float64), middle[some]
     if not count.size or low == high:
         return 1.0
-    scale, zero = scale_and_zero(low * CLIP_RATIOS, high * CLIP_RATIOS, grid)
+    lows, highs = low * CLIP_RATIOS, high * CLIP_RATIOS
+    if narrow:
+        scale, zero = scale_and_zero(lows, highs, grid)
+    else:
+        scale = np.maximum(highs / (grid.levels - 1) - lows / (grid.levels - 1), np.finfo(np.float64).tiny)
+        zero = np.full(scale.shape, float(grid.zero)) if grid.zero is not None else np.rint(grid.low - lows / scale)
     scale, zero = scale.astype(np.float64)[:, np.newaxis], zero[:, np.newaxis]
     codes = np.clip(np.rint(middle / scale) + zero, grid.low, grid.high)
     # in units of the range: the square of a float64 may be too large

@@ -17,6 +17,9 @@ from chunkq.statistics import COUNTS, SUMS, State
 #: How many of the worst places are named.
 NAMED = 10
 
+#: Products from here on are rounded like all others.
+PRODUCTS_FROM = 1e-290
+
 
 @dataclass(frozen=True, eq=False)
 class Measures:
@@ -33,7 +36,7 @@ class Measures:
     max_abs_error, mean_abs_error, mean_error, mse : numpy.ndarray
         Of d; NaN where nothing was compared.
     sqnr_db : numpy.ndarray
-        10 log10(aa / dd): infinite where there is no error at all.
+        10 log10(aa / dd): infinite where there is no error at all, NaN where errors are too small for their squares.
     cosine : numpy.ndarray
         ab / sqrt(aa bb); NaN where one side is 0 throughout.
     saturated : numpy.ndarray or None
@@ -125,6 +128,11 @@ class Comparison:
             lines.append(f"worst        {channel}{list(place.index)}: {place.a:.6g} became {place.b:.6g}")
         return "\n".join(lines)
 
+    def _worst_indexes(self) -> list[list[int]]:
+        rank = len(self.a["shape"])
+        rows: list[list[int]] = self.worst_index.reshape((int(np.prod(self.worst_index.shape[:-1])), rank)).tolist()
+        return rows
+
     def to_json(self) -> str:
         """All that was found, as one JSON document; null for NaN, text for infinities."""
         return json.dumps(_for_json(self.to_dict()))
@@ -142,7 +150,7 @@ class Comparison:
             "b": self.b,
             "axis": self.axis,
             "overall": self.overall.to_dict() | {"elements": int(np.prod(self.a["shape"], dtype=np.int64))},
-            "channels": channels | {"worst_index": self.worst_index.reshape(-1, len(self.a["shape"])).tolist()},
+            "channels": channels | {"worst_index": self._worst_indexes()},
             "worst": [asdict(place) for place in self.worst],
             "peak_memory": self.peak_memory,
             "projected_memory": self.projected_memory,
@@ -191,8 +199,17 @@ def measures(state: State, elements: Any) -> Measures:
     compared, nonfinite, mismatched = (state["counts"][..., i] for i in range(3))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         mean, mean_abs, mse = (sums[name] / compared for name in ("d", "abs_d", "dd"))
-        sqnr = np.where(sums["dd"] == 0, np.inf, 10 * np.log10(sums["aa"] / sums["dd"]))
-        cosine = np.clip(sums["ab"] / (np.sqrt(sums["aa"]) * np.sqrt(sums["bb"])), -1, 1)
+        # squares of errors may be too small for float64: then nothing is known of the ratio
+        unknown = (sums["dd"] == 0) & (state["worst"] > 0)
+        ratio = 10 * (np.log10(sums["aa"]) - np.log10(sums["dd"]))
+        sqnr = np.where(unknown, np.nan, np.where(sums["dd"] == 0, np.inf, ratio))
+        product = sums["aa"] * sums["bb"]
+        norm = np.where(
+            np.isfinite(product) & (product > PRODUCTS_FROM),
+            np.sqrt(product),
+            np.sqrt(sums["aa"]) * np.sqrt(sums["bb"]),
+        )
+        cosine = np.clip(sums["ab"] / norm, -1, 1)
         share = state["saturated"] / elements if "saturated" in state else None
     none = compared == 0
     return Measures(

@@ -12,20 +12,18 @@ from typing import Any
 import numpy as np
 import zarr
 
-from chunkq.admission import DOCUMENT, PARTIAL, check_target
+from chunkq.admission import DOCUMENT, check_target
 from chunkq.calibration import METHODS, Calibration
 from chunkq.contents import get, keys, remove
 from chunkq.dtypes import FAKE_QUANTIZE_X
-from chunkq.errors import SpecError
+from chunkq.errors import RunError, SpecError
 from chunkq.groups import Groups
+from chunkq.listing import list_objects, refuse_missing
 from chunkq.places import Place, options_for, place_of
 from chunkq.run import Array
 from chunkq.spec import as_integer
-from chunkq.store import COMPLETE, open_node
-from chunkq.target import change_attributes, group_document, write_metadata
-
-#: Attribute of the group: what is no array.
-CALIBRATION = "chunkq.calibration"
+from chunkq.store import CALIBRATION, COMPLETE, open_node
+from chunkq.target import COMPRESSORS, change_attributes, group_document, write_metadata
 
 #: The arrays, and what they hold.
 FIELDS = {
@@ -41,7 +39,9 @@ FIELDS = {
 #: Elements of a stored object.
 OBJECT = 1 << 20
 
-_OWN = re.compile(rf"(({'|'.join(FIELDS)})/)?{re.escape(DOCUMENT)}|({'|'.join(FIELDS)})/c(/\d+)*")
+_NAMES = "|".join(FIELDS)
+#: Keys of a calibration, and what a killed write leaves of them.
+_OWN = re.compile(rf"((({_NAMES})/)?{re.escape(DOCUMENT)}|({_NAMES})/c(/\d+)*)(\.[0-9a-f]{{32}}\.partial)?")
 
 
 def check_kept(target: Any, overwrite: bool = False, storage_options: dict[str, Any] | None = None) -> Place:
@@ -58,15 +58,15 @@ def check_kept(target: Any, overwrite: bool = False, storage_options: dict[str, 
             raise SpecError("target_exists", f"target {place.shown!r} is there already; choose another place")
         return place
     node = open_node(zarr.open, place, "target")
-    if not isinstance(node, zarr.Group) or CALIBRATION not in node.attrs:
+    if not isinstance(node, zarr.Group) or not isinstance(node.attrs.get(CALIBRATION), dict):
         raise SpecError("target_exists", f"target {place.shown!r} is there and no calibration; choose another place")
-    if not overwrite:
+    if not overwrite and node.attrs.get(COMPLETE) is True:
         raise SpecError(
             "target_exists",
             f"target {place.shown!r} is there already; pass overwrite (--overwrite) to replace it, or choose another place",
         )
     for key, plain in keys(place):
-        if not plain or not (_OWN.fullmatch(key) or PARTIAL.search(key)):
+        if not plain or not _OWN.fullmatch(key):
             raise SpecError("target", f"target {place.shown!r} holds {key!r}, which is no part of a calibration")
     return place
 
@@ -85,13 +85,14 @@ def keep(found: Calibration, target: Any, overwrite: bool, storage_options: dict
     }
     # unfinished first: nobody takes a half of it for the whole
     write_metadata(place, "", group_document({CALIBRATION: head, COMPLETE: False}))
-    remove(place, [key for key, _ in keys(place) if key != DOCUMENT])
+    remove(place, [key for key, _ in keys(place) if key != DOCUMENT and _OWN.fullmatch(key)])
     group = zarr.open_group(place.store_path, mode="r+", zarr_format=3)
     for name, dtype in FIELDS.items():
         value = getattr(found, name)
         if value is not None:
             array = np.asarray(value, dtype)
-            group.create_array(name, data=array, chunks=_chunks(array.shape), fill_value=-1)
+            how: Any = {"compressors": COMPRESSORS["auto"], "config": {"write_empty_chunks": True}}
+            group.create_array(name, data=array, chunks=_chunks(array.shape), fill_value=-1, **how)
     change_attributes(group, {COMPLETE: True})
 
 
@@ -134,7 +135,7 @@ def open_calibration(source: Any, *, storage_options: dict[str, Any] | None = No
         raise SpecError("source", f"the calibration {source!r} is unfinished; make it again")
     try:
         return _read(node, head)
-    except (KeyError, TypeError, ValueError, OSError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, OSError, RuntimeError, RunError) as error:
         raise SpecError("metadata", f"the calibration {source!r} is damaged: {error}") from error
 
 
@@ -145,13 +146,9 @@ def _read(node: zarr.Group, head: dict[str, Any]) -> Calibration:
     kept = Groups(shape, steps).result_shape
     fields: dict[str, Array | None] = {"histogram": None}
     for name, dtype in FIELDS.items():
-        if name == "histogram" and name not in node:
-            continue
-        array: Any = node[name]
-        held = tuple(array.shape) if name != "histogram" else tuple(array.shape[:-1])
-        if held != kept or array.dtype != dtype:
-            raise ValueError(f"{name} is {array.dtype} {array.shape}")
-        fields[name] = np.asarray(array[...])
+        if name != "histogram" or name in node:
+            fields[name] = _field(node, name, np.dtype(dtype), kept)
+    _check(fields, float(head["percentile"]))
     made: Any = fields
     return Calibration(
         shape=shape,
@@ -165,8 +162,34 @@ def _read(node: zarr.Group, head: dict[str, Any]) -> Calibration:
     )
 
 
+def _field(node: zarr.Group, name: str, dtype: np.dtype[Any], kept: tuple[int, ...]) -> Array:
+    """An array of the group, whose every object is there: a shape that is only declared takes no memory."""
+    array: Any = node[name]
+    if not isinstance(array, zarr.Array):
+        raise ValueError(f"{name} is no array")
+    held = tuple(array.shape) if name != "histogram" else tuple(array.shape[:-1])
+    if held != kept or array.dtype != dtype:
+        raise ValueError(f"{name} is {array.dtype} {array.shape}")
+    refuse_missing(name, array, list_objects(array, argument="calibration"))
+    return np.asarray(array[...])
+
+
+def _check(fields: dict[str, Any], percentile: float) -> None:
+    """Refuse numbers that no calibration finds."""
+    low, high, counts = fields["minimum"], fields["maximum"], fields["histogram"]
+    if not (np.isfinite(low) & np.isfinite(high) & (low <= high)).all() or not 50 < percentile <= 100:
+        raise ValueError("a minimum is above its maximum, or a number is out of range")
+    if any((fields[name] < 0).any() for name in ("count", "nan", "positive_infinite", "negative_infinite")):
+        raise ValueError("a count is below 0")
+    if counts is None:
+        return
+    bins = counts.shape[-1]
+    if bins < 2 or bins % 2 or (counts < 0).any() or not np.array_equal(counts.sum(axis=-1), fields["count"]):
+        raise ValueError("the histogram is none of the values counted")
+
+
 def _size(value: Any) -> int:
     found = as_integer(value)
-    if found is None or found < 0:
+    if found is None or not 0 <= found < 1 << 63:
         raise ValueError(f"{value!r} is no size")
     return found

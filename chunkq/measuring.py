@@ -6,6 +6,7 @@ Imports arguments, options and console; calibrating, comparing, kept and page wh
 from __future__ import annotations
 
 import os
+import uuid
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ _MISSING = click.option(
 )
 
 _METHOD_OPTIONS = (
-    click.option("--percentile", type=float, default=99.99, show_default=True, help="Of the values inside the range."),
-    click.option("--bins", type=int, default=2048, show_default=True, help="Of the histograms of percentile and mse."),
+    click.option("--percentile", type=float, help="With percentile: how many of the values are inside [99.99]."),
+    click.option("--bins", type=int, help="With percentile and mse: of the histograms [2048]."),
 )
 
 #: How quantize takes its parameters from a calibration.
@@ -40,11 +41,10 @@ CALIBRATED_OPTIONS = (
     click.option("--calibrate", type=click.Choice(METHODS), help="Calibrate SRC first, by this method."),
     click.option(
         "--symmetric/--asymmetric",
-        default=True,
-        show_default=True,
-        help="With these: a zero point in the middle, or not.",
+        default=None,
+        help="With these: a zero point in the middle, or not [symmetric].",
     ),
-    click.option("--narrow-range", is_flag=True, help="With these: leave the lowest code out."),
+    click.option("--narrow-range", is_flag=True, default=None, help="With these: leave the lowest code out."),
     *_METHOD_OPTIONS,
 )
 
@@ -108,7 +108,11 @@ def _block(options: dict[str, Any]) -> Any:
 def _calibrated(source: Any, options: dict[str, Any], axis: Any, block_size: Any) -> Calibration:
     from chunkq.calibrating import calibrate as find
 
-    how = {"method": options["method"], "percentile": options["percentile"], "bins": options["bins"]}
+    method = options["method"]
+    for name, methods in (("percentile", ("percentile",)), ("bins", ("percentile", "mse"))):
+        if options[name] is not None and method not in methods:
+            raise SpecError("argument", f"--{name} goes with the method {' or '.join(methods)}, not with {method}")
+    how = {"method": method} | {name: options[name] for name in ("percentile", "bins") if options[name] is not None}
     work = _work(options) | {"storage_options": None}  # the source is open
     run = partial(find, source, axis=axis, block_size=block_size, **how, **work)
     return with_progress(0.0, not options["no_progress"], lambda progress: run(progress=progress))
@@ -142,14 +146,27 @@ def calibrated_arguments(src: str, dtype: str | None, options: dict[str, Any]) -
         name: options.pop(name) for name in ("params", "calibrate", "symmetric", "narrow_range", "percentile", "bins")
     }
     if taken["params"] is None and taken["calibrate"] is None:
+        _refuse_given(taken, "goes with --params or --calibrate")
         return None
+    if taken["params"] is not None:
+        _refuse_given(
+            {name: taken[name] for name in ("percentile", "bins")}, "is for calibrating, which --params has done"
+        )
     given = {name: options.pop(name) for name in LINEAR_NAMES}
     _refuse_both(taken, given)
     if dtype is None:
         raise SpecError("argument", "--dtype is missing: what to quantize to, e.g. int8")
     source = open_at(src, options["storage_options"])
     found = _kept(taken["params"], source, options) if taken["params"] else _made(source, taken, given, options)
-    return source, found.arguments(dtype, symmetric=taken["symmetric"], narrow_range=taken["narrow_range"])
+    symmetric = taken["symmetric"] is not False
+    return source, found.arguments(dtype, symmetric=symmetric, narrow_range=bool(taken["narrow_range"]))
+
+
+def _refuse_given(options: dict[str, Any], why: str) -> None:
+    for name, value in options.items():
+        if value is not None:
+            shown = "symmetric/--asymmetric" if name == "symmetric" else name.replace("_", "-")
+            raise SpecError("argument", f"--{shown} {why}")
 
 
 def _refuse_both(taken: dict[str, Any], given: dict[str, Any]) -> None:
@@ -196,22 +213,34 @@ def compare(a: str, b: str, axis: int | None, html: str | None, png: str | None,
     from chunkq.comparing import compare as find
 
     if html or png:
-        _check_report(html)
+        _check_report(html, png, (a, b))
     run = partial(find, a, b, axis=axis, **_work(options))
     found = with_progress(0.0, not options["no_progress"], lambda progress: run(progress=progress))
+    # first what took the work
+    click.echo(found.to_json() if options["json"] else str(found))
     if html or png:
         _report(found, open_at(a, options["storage_options"], "a"), options, html, png)
-    click.echo(found.to_json() if options["json"] else str(found))
 
 
-def _check_report(html: str | None) -> None:
-    """What would fail after the work is said before it."""
+def _check_report(html: str | None, png: str | None, tensors: tuple[str, ...]) -> None:
+    """What would fail after the work is said before it; nothing of a tensor is written over."""
     from chunkq.figures import require_matplotlib
 
     require_matplotlib()
-    folder = os.path.dirname(os.path.abspath(html)) if html else None
-    if folder and not os.access(folder, os.W_OK):
-        raise SpecError("target", f"--html {html}: {folder!r} is not a writable folder")
+    if html and not html.lower().endswith((".html", ".htm")):
+        raise SpecError("target", f"--html {html}: expected a name that ends in .html")
+    for name, path in (("--html", html), ("--png", png)):
+        if path is None:
+            continue
+        real = os.path.realpath(path)
+        above = os.path.dirname(real)
+        while name == "--png" and not os.path.exists(above):
+            above = os.path.dirname(above)
+        if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):
+            raise SpecError("target", f"{name} {path}: {above!r} is not a writable folder")
+        for tensor in tensors:
+            if f"{real}/".startswith(f"{os.path.realpath(tensor)}/"):
+                raise SpecError("target", f"{name} {path} lies inside {tensor!r}; choose another place")
 
 
 def _report(found: Any, original: Any, options: dict[str, Any], html: str | None, png: str | None) -> None:
@@ -222,11 +251,21 @@ def _report(found: Any, original: Any, options: dict[str, Any], html: str | None
     how = options | {"method": "percentile", "percentile": 99.99, "bins": bins}
     document = report_document(found, _calibrated(original, how, found.axis, 0))
     if html:
-        Path(html).write_text(page(document), "utf-8")
+        _write_whole(Path(html), page(document))
         click.echo(f"report in {html}", err=True)
     if png:
         os.makedirs(png, exist_ok=True)
         click.echo(f"figures: {', '.join(save_figures(document, png))}", err=True)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """A file that is there whole, or as it was before."""
+    made = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        made.write_text(text, "utf-8")
+        made.replace(path)
+    finally:
+        made.unlink(missing_ok=True)
 
 
 def report_document(found: Any, values: Calibration) -> dict[str, Any]:
@@ -245,7 +284,7 @@ def report_document(found: Any, values: Calibration) -> dict[str, Any]:
 def _levels(found: Any, channel: int) -> list[float] | None:
     """The values that a channel of quantized integers can have."""
     row = ELEMENT_TYPES[found.b["dtype"]]
-    if found.scale is None or row.limits is None:
+    if found.scale is None or row.limits is None or not found.scale.size:
         return None
     scale = float(np.atleast_1d(found.scale)[channel])
     zero = 0.0 if found.zero_point is None else float(np.atleast_1d(found.zero_point)[channel])

@@ -21,7 +21,7 @@ from chunkq.threads import thread_count
 
 State = dict[str, Array]
 
-#: Above this no limit can be doubled; the values are then halved, which is exact.
+#: Above this no limit can be doubled; the kernel then halves limit and values.
 LARGEST_LIMIT = 2.0**1022
 
 #: Elements from which sums are carried before they are merged.
@@ -148,14 +148,12 @@ class Histogram(Statistic):
 
     def measure_piece(self, arrays: list[Array], cut: Region, start: Shape, n_threads: int) -> State:
         x, shape = self.groups.prepared(arrays[0])
-        limits = self.limits[cut].reshape(-1)
-        factor = 0.5 if limits.max(initial=0.0) > LARGEST_LIMIT else 1.0
-        limits = np.ascontiguousarray(limits * factor)
+        limits = np.ascontiguousarray(self.limits[cut]).reshape(-1)
         return self.measure_sections(
             shape,
             cut,
             sections_of(shape, n_threads, shape[0] * shape[2]),
-            lambda s: kernels.count_bins(x, shape, limits, factor, s["counts"], n_threads),
+            lambda s: kernels.count_bins(x, shape, limits, s["counts"], n_threads),
         )
 
     def merge(self, into: State, part: State) -> None:

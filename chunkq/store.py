@@ -24,6 +24,8 @@ from chunkq.spec import Region, Shape
 #: Attributes of what chunkq writes: the operator it was made with, whether every object was written, which job it is of,
 #: objects of the source that could not be read so far, and whether what was there before is still being removed.
 OPERATOR = "chunkq.operator"
+#: Attribute of the group that a calibration is kept in: what is no array.
+CALIBRATION = "chunkq.calibration"
 COMPLETE = "chunkq.complete"
 FINGERPRINT = "chunkq.fingerprint"
 UNREADABLE = "chunkq.unreadable"

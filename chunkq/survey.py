@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, product
 from math import prod
 from typing import Any
@@ -22,15 +23,16 @@ from chunkq.groups import within
 from chunkq.interrupts import held_interrupts
 from chunkq.job import compute_units, look_at_inputs
 from chunkq.listing import list_objects
-from chunkq.memory import format_size
+from chunkq.memory import available, format_size, resident
 from chunkq.planning import arranged
 from chunkq.report import Progress
-from chunkq.run import Array
+from chunkq.run import Array, refuse_masked
 from chunkq.spec import QuantSpec, Region, Shape
 from chunkq.statistics import State, Statistic, view
 from chunkq.store import Handle, ZarrArray, location, object_shape
+from chunkq.threads import available_cpus
 from chunkq.units import Job, Measured, Outcome, held_params, measure_unit, unit_arrays
-from chunkq.workers import Arrangement
+from chunkq.workers import SCHEDULERS, Arrangement
 
 #: Elements of an array in memory that are taken at once, where what has to be converted or moved together for it is to
 #: stay small, and where nothing has to; the sums of statistics.h allow for 2**31.
@@ -106,7 +108,7 @@ def survey_dask(statistic: Statistic, arrays: Sequence[Any], how: How) -> State:
         nodes = [merge(held, nodes[i : i + FAN_IN]) for i in range(0, len(nodes), FAN_IN)]
     state = statistic.empty(statistic.groups.grid)
     if nodes:
-        scheduler = {"scheduler": how.scheduler} if how.scheduler is not None else {}
+        scheduler = {} if how.scheduler in (None, "auto") else {"scheduler": how.scheduler}
         (parts,) = dask.compute(nodes[0], **scheduler)
         for cut, part in parts.items():
             statistic.merge(view(state, tuple(slice(*ends) for ends in cut)), part)
@@ -115,6 +117,8 @@ def survey_dask(statistic: Statistic, arrays: Sequence[Any], how: How) -> State:
 
 def _measure_block(statistic: Statistic, region: Region, arrays: list[Any]) -> _Parts:
     cut = statistic.groups.cut(region)
+    for array in arrays:  # an array that promised none may have masked blocks
+        refuse_masked("a block", array)
     part = statistic.measure(region, [np.asarray(array) for array in arrays])
     return {tuple((s.start, s.stop) for s in cut): part}
 
@@ -243,25 +247,13 @@ def survey_zarr(tensors: Tensors, statistics: Sequence[Statistic], how: How) -> 
     scheduler = how.scheduler or active_client() or "threads"
     inputs = tensors.inputs
     original = inputs.pop("original", None)
-    arrangement = arranged(
-        tensors.spec,
-        inputs,
-        object_shape(tensors.source if original is None else original),
-        False,
-        scheduler,
-        how.workers,
-        _limit(how, state),
-        MOVED,
-    )
+    objects = object_shape(tensors.source if original is None else original)
+    plan = partial(arranged, tensors.spec, inputs, objects, False, scheduler, extra=MOVED)
+    if isinstance(scheduler, str) and scheduler in SCHEDULERS:
+        arrangement = _arranged_locally(plan, how, state)
+    else:
+        arrangement = plan(workers=how.workers, limit=how.max_mem)
     needed = arrangement.memory.total + held_states(state, arrangement.memory.workers)
-    limit = how.max_mem
-    if limit is not None and needed > limit:
-        raise SpecError(
-            "max_mem",
-            f"max_mem={format_size(limit)} is too little: {format_size(needed)} are needed, among them "
-            f"{format_size(state)} for what is kept of the groups, once here and twice for each worker; allow more, or "
-            "use fewer groups or bins",
-        )
     listings, _ = look_at_inputs(tensors.inputs, how.missing, how.retries)
     return Survey(tensors, arrangement, replace(how, scheduler=scheduler), listings, needed)
 
@@ -271,8 +263,26 @@ def held_states(state: int, workers: int) -> int:
     return state * (1 + 2 * workers)
 
 
-def _limit(how: How, state: int) -> int | None:
-    """What is left for the units themselves with as many workers as were asked for, or one."""
-    if how.max_mem is None:
-        return None
-    return max(how.max_mem - held_states(state, how.workers or 1), 1)
+def _arranged_locally(plan: Callable[..., Arrangement], how: How, state: int) -> Arrangement:
+    """As many workers as there is memory for, with what each of them keeps of the groups."""
+    limit = how.max_mem or available() // 2
+    choices = [how.workers] if how.workers else [available_cpus(), 1]
+    for workers in choices:
+        kept = held_states(state, workers)
+        if resident() + kept <= limit:
+            try:
+                return plan(workers=how.workers or (1 if workers == 1 else None), limit=limit - kept)
+            except SpecError:
+                if workers == choices[-1]:
+                    raise
+    raise SpecError(
+        "max_mem",
+        f"max_mem={format_size(limit)} is too little: what is kept of the groups takes {format_size(state)}, once here and "
+        f"twice for each of {choices[-1]} workers; allow more, or use fewer groups or bins",
+    )
+
+
+def refuse_scheduler(scheduler: Any) -> None:
+    """Refuse a name that is no scheduler's, for arrays in memory and Dask arrays; reason ``scheduler``."""
+    if isinstance(scheduler, str) and scheduler not in SCHEDULERS:
+        raise SpecError("scheduler", f"scheduler={scheduler!r}: expected one of {', '.join(SCHEDULERS)}, or a client")

@@ -342,3 +342,38 @@ def test_float8_codes_saturate_at_the_largest_finite_value():
     codes = chunkq.quantize_linear(x, np.float32(1), output_dtype="float8_e4m3fn")
     assert codes.dtype == ml_dtypes.float8_e4m3fn
     assert chunkq.compare(x, codes, op=chunkq.DequantizeLinear(np.float32(1))).overall.saturated == 0.5
+
+
+def test_codes_that_are_held_as_bytes_saturate_as_what_they_are():
+    x, codes = np.float32([448, 1, 2, -448]), np.uint8([0x7E, 0x38, 0x40, 0xFE])
+    op = chunkq.DequantizeLinear(1.0, x_dtype="float8_e4m3fn")
+    assert chunkq.compare(x, codes, op=op).overall.saturated == 0.5
+    assert chunkq.compare(da.from_array(x), da.from_array(codes), op=op).overall.saturated == 0.5
+
+
+def test_blocks_of_one_element():
+    x = np.arange(24, dtype=np.float32).reshape(4, 6)
+    arguments = chunkq.calibrate(x, axis=(0, 1)).arguments("int8")
+    back = chunkq.DequantizeLinear(arguments["scale"], arguments["zero_point"], block_size=arguments["block_size"])
+    found = chunkq.compare(x, chunkq.QuantizeLinear(**arguments)(x), op=back)
+    assert found.overall.max_abs_error < 1e-5
+    assert found.scale is None
+    assert chunkq.compare(x, chunkq.QuantizeLinear(**arguments)(x), op=back, axis=(0, 1)).scale.shape == (4, 6)
+
+
+def test_errors_whose_squares_are_too_small():
+    found = chunkq.compare(np.array([1e-170, 1]), np.array([2e-170, 1]))
+    assert np.isnan(found.overall.sqnr_db)
+    found = chunkq.compare(np.array([1e150, 1]), np.array([1e150, 1 + 1e-12]))
+    assert 3000 < found.overall.sqnr_db < 3300
+    same_again = np.random.default_rng(0).standard_normal(1000)
+    assert chunkq.compare(same_again, same_again).overall.cosine == 1
+
+
+def test_no_axes_and_no_elements():
+    found = json.loads(chunkq.compare(np.array(1.0), np.array(1.5)).to_json())
+    assert found["channels"]["worst_index"] == [[]]
+    empty = np.zeros((0, 5), np.float32)
+    lazy = (da.from_array(empty, chunks=((0, 0), (5,))), da.from_array(empty, chunks=((0,), (5,))))
+    for pair in ((empty, empty), lazy):
+        assert chunkq.compare(*pair, axis=0).overall.compared == 0

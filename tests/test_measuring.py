@@ -10,8 +10,7 @@ from test_calibrate import KINDS, SHAPE, same, values
 
 import chunkq
 from chunkq.cli import main
-from chunkq.kept import CALIBRATION
-from chunkq.store import COMPLETE
+from chunkq.store import CALIBRATION, COMPLETE
 
 
 @pytest.fixture(autouse=True)
@@ -93,10 +92,70 @@ def test_what_is_no_calibration(folder):
     with pytest.raises(chunkq.SpecError, match="unfinished"):
         chunkq.open_calibration("kept.zarr")
     group.attrs[COMPLETE] = True
-    for lost in (folder / "kept.zarr" / "minimum").rglob("c/*"):
-        lost.write_bytes(b"")
-    with pytest.raises(chunkq.SpecError):
+    chunkq.open_calibration("kept.zarr")
+    for name in ("minimum", "count", "histogram"):  # a fill value is no answer
+        (lost,) = (path for path in (folder / "kept.zarr" / name / "c").rglob("*") if path.is_file())
+        content = lost.read_bytes()
+        lost.unlink()
+        with pytest.raises(chunkq.SpecError, match=f"damaged: {name} .* lacks 1 stored"):
+            chunkq.open_calibration("kept.zarr")
+        lost.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(chunkq.SpecError, match="damaged"):
+            chunkq.open_calibration("kept.zarr")
+        lost.write_bytes(content)
+
+
+@pytest.mark.parametrize(("name", "value"), [("minimum", 99), ("maximum", np.nan), ("count", -1), ("histogram", 5)])
+def test_numbers_that_no_calibration_finds(name, value):
+    chunkq.calibrate(values(SHAPE), axis=0, method="mse").to_zarr("kept.zarr")
+    array = zarr.open_array(f"kept.zarr/{name}")
+    array[...] = np.full(array.shape, value, array.dtype)
+    with pytest.raises(chunkq.SpecError, match="damaged"):
         chunkq.open_calibration("kept.zarr")
+
+
+def test_a_shape_that_is_only_declared_takes_no_memory(folder):
+    chunkq.calibrate(values(SHAPE), axis=0).to_zarr("kept.zarr")
+    group = zarr.open_group("kept.zarr")
+    group.attrs[CALIBRATION] = group.attrs[CALIBRATION] | {"shape": [10**15, 5, 8]}
+    for document in (folder / "kept.zarr").glob("*/zarr.json"):
+        found = json.loads(document.read_text())
+        found["shape"][0] = 10**15
+        document.write_text(json.dumps(found))
+    with pytest.raises(chunkq.SpecError, match="lacks"):
+        chunkq.open_calibration("kept.zarr")
+
+
+def test_an_unfinished_one_is_made_again():
+    found = chunkq.calibrate(values(SHAPE))
+    found.to_zarr("kept.zarr")
+    zarr.open_group("kept.zarr").attrs[COMPLETE] = False
+    found.to_zarr("kept.zarr")
+    same(chunkq.open_calibration("kept.zarr"), found)
+
+
+def test_files_of_others_are_not_removed(folder):
+    mine = folder / "photos" / f"cat.{'0' * 32}.partial"
+    mine.parent.mkdir()
+    mine.write_text("a cat")
+    chunkq.calibrate(values(SHAPE)).to_zarr("photos")
+    assert mine.read_text() == "a cat"
+
+
+def test_a_report_that_cannot_be_written_leaves_the_old_one(folder, monkeypatch):
+    pytest.importorskip("matplotlib")
+    run("compare", "x.zarr", "x.zarr", "--html", "r.html")
+    before = (folder / "r.html").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", full)
+    result = CliRunner().invoke(main, ["compare", "x.zarr", "x.zarr", "--html", "r.html", "--json"])
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["overall"]["mse"] == 0
+    assert (folder / "r.html").read_bytes() == before
+    assert sorted(path.name for path in folder.iterdir()) == ["r.html", "x.zarr"]
 
 
 # ---- the loop
@@ -159,7 +218,29 @@ WRONG = [
     (("calibrate", "none.zarr"), "none.zarr"),
     (("calibrate", "x.zarr", "--axis", "a"), "--axis 'a'"),
     (("calibrate", "x.zarr", "--axis", "3"), "axis=3"),
-    (("calibrate", "x.zarr", "--percentile", "3", "--method", "mse"), "percentile=3"),
+    (("calibrate", "x.zarr", "--percentile", "3", "--method", "percentile"), "percentile=3"),
+    (("calibrate", "x.zarr", "--percentile", "99", "--method", "mse"), "--percentile goes with"),
+    (("calibrate", "x.zarr", "--bins", "64"), "--bins goes with"),
+    (("calibrate", "x.zarr", "--scheduler", "bogus"), "scheduler='bogus'"),
+    (("calibrate", "x.zarr", "-o", "p.zarr/minimum", "--overwrite"), "p.zarr/minimum"),
+    (("calibrate", "x.zarr", "-o", "p.zarr/more"), "which chunkq wrote"),
+    (
+        ("quantize", "x.zarr", "p.zarr/minimum", "--params", "p.zarr", "--dtype", "int8", "--overwrite"),
+        "which chunkq wrote",
+    ),
+    (("quantize", "x.zarr", "q.zarr", "--scale", "1", "--dtype", "int8", "--narrow-range"), "--narrow-range goes with"),
+    (
+        ("quantize", "x.zarr", "q.zarr", "--scale", "1", "--dtype", "int8", "--asymmetric"),
+        "--symmetric/--asymmetric goes",
+    ),
+    (
+        ("quantize", "x.zarr", "q.zarr", "--params", "p.zarr", "--dtype", "int8", "--bins", "4"),
+        "--bins is for calibrating",
+    ),
+    (("compare", "x.zarr", "x.zarr", "--html", "x.zarr/zarr.json"), "ends in .html"),
+    (("compare", "x.zarr", "x.zarr", "--html", "x.zarr/r.html"), "lies inside"),
+    (("compare", "x.zarr", "x.zarr", "--png", "x.zarr"), "lies inside"),
+    (("compare", "x.zarr", "x.zarr", "--png", "/dev/null/none"), "not a writable folder"),
     (("calibrate", "x.zarr", "-o", "x.zarr"), "no calibration"),
     (("calibrate", "x.zarr", "--max-mem", "1MiB"), "max_mem"),
     (("quantize", "x.zarr", "q.zarr", "--params", "none.zarr", "--dtype", "int8"), "none.zarr"),

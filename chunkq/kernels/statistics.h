@@ -49,7 +49,10 @@ CQ_EXTREMES(cq_extremes_f64, double, int64_t)
 /* In float64 throughout, which vectorises. A bin is found with the inverse of the step, at most one off, upon which the
    edges decide. A step so small that it has no inverse goes with powers of two. */
 #define CQ_BINS(NAME, REAL)                                                                                            \
-    static inline void NAME(const REAL *x, ptrdiff_t n, double factor, double limit, int32_t bins, int64_t *counts) {   \
+    static inline void NAME(const REAL *x, ptrdiff_t n, double limit, int32_t bins, int64_t *counts) {                  \
+        /* above this no limit can be doubled; halves are exact there */                                              \
+        const double factor = limit > 0x1p1022 ? 0.5 : 1;                                                              \
+        limit *= factor;                                                                                               \
         const double step = 2 * limit / bins, up = step < 0x1p-1000 ? 0x1p100 : 1, inverse = 1 / (step * up);          \
         const double last = bins - 1, beyond = bins;                                                                   \
         int32_t at[CQ_RUN];                                                                                            \

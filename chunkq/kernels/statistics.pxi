@@ -7,8 +7,8 @@
 cdef extern from "statistics.h" nogil:
     int cq_extremes_f32(const float*, Py_ssize_t, Py_ssize_t, Py_ssize_t, float*, float*)
     int cq_extremes_f64(const double*, Py_ssize_t, Py_ssize_t, Py_ssize_t, double*, double*)
-    void cq_bins_f32(const float*, Py_ssize_t, double, double, int32_t, int64_t*)
-    void cq_bins_f64(const double*, Py_ssize_t, double, double, int32_t, int64_t*)
+    void cq_bins_f32(const float*, Py_ssize_t, double, int32_t, int64_t*)
+    void cq_bins_f64(const double*, Py_ssize_t, double, int32_t, int64_t*)
     ctypedef struct cq_errors:
         int64_t* limbs
         double* worst
@@ -168,7 +168,7 @@ def scan(const real[::1] x, shape, double[:, ::1] lows, double[:, ::1] highs, in
         extremes_of(&x[0], at, &lows[0, 0], &highs[0, 0], &odd[0, 0, 0], n_threads)
 
 
-cdef void bins_of_tile(const real* x, Layout at, Py_ssize_t tile, Py_ssize_t s, const double* limits, double factor,
+cdef void bins_of_tile(const real* x, Layout at, Py_ssize_t tile, Py_ssize_t s, const double* limits,
                        int32_t bins, int64_t* counts) noexcept nogil:
     """Of the groups of a tile whose runs are short."""
     cdef real run[SIDE * DEEP]
@@ -179,40 +179,40 @@ cdef void bins_of_tile(const real* x, Layout at, Py_ssize_t tile, Py_ssize_t s, 
         rows = min(<Py_ssize_t>DEEP, last - b)
         together(x + ((a * at.b + b) * at.c + c) * at.d, rows, at.c * at.d, groups, at.d, run)
         for g in range(groups):
-            bins_of_run(run + g * rows * at.d, rows * at.d, factor, limits[first + g], bins,
+            bins_of_run(run + g * rows * at.d, rows * at.d, limits[first + g], bins,
                         counts + (first + g) * (bins + 1))
         b += rows
 
 
-cdef inline void bins_of_run(const real* x, Py_ssize_t n, double factor, double limit, int32_t bins,
+cdef inline void bins_of_run(const real* x, Py_ssize_t n, double limit, int32_t bins,
                              int64_t* counts) noexcept nogil:
     if real is float:
-        cq_bins_f32(x, n, factor, limit, bins, counts)
+        cq_bins_f32(x, n, limit, bins, counts)
     else:
-        cq_bins_f64(x, n, factor, limit, bins, counts)
+        cq_bins_f64(x, n, limit, bins, counts)
 
 
-cdef void bins_of(const real* x, Layout at, const double* limits, double factor, int32_t bins, int64_t* counts,
+cdef void bins_of(const real* x, Layout at, const double* limits, int32_t bins, int64_t* counts,
                   int n_threads) noexcept nogil:
     cdef Py_ssize_t item, g, s, b, first, last, items, groups = at.a * at.c, places = bins + 1
     if is_short(at):
         items = at.a * ((at.c - 1) // (SIDE // at.d) + 1) * at.sections
         for item in prange(items, schedule="dynamic", chunksize=share_of(items, n_threads), num_threads=n_threads):
             s = item % at.sections
-            bins_of_tile(x, at, item // at.sections, s, limits, factor, bins, counts + s * groups * places)
+            bins_of_tile(x, at, item // at.sections, s, limits, bins, counts + s * groups * places)
         return
     items = groups * at.sections
     for item in prange(items, schedule="dynamic", chunksize=share_of(items, n_threads), num_threads=n_threads):
         g, s = item // at.sections, item % at.sections
         first, last = edge_of(at.d, s, at.sections), edge_of(at.d, s + 1, at.sections)
         for b in range(at.b):
-            bins_of_run(x + ((g // at.c * at.b + b) * at.c + g % at.c) * at.d + first, last - first, factor, limits[g],
+            bins_of_run(x + ((g // at.c * at.b + b) * at.c + g % at.c) * at.d + first, last - first, limits[g],
                         bins, counts + (s * groups + g) * places)
 
 
-def count_bins(const real[::1] x, shape, const double[::1] limits, double factor, int64_t[:, :, ::1] counts,
+def count_bins(const real[::1] x, shape, const double[::1] limits, int64_t[:, :, ::1] counts,
                int n_threads):
-    """Histograms of each group from -limit to limit, of x times a factor; the last place counts what is not finite."""
+    """Histograms of each group from -limit to limit; the last place counts what is not finite."""
     cdef Layout at = layout_of(shape, counts.shape[0], x.shape[0])
     cdef Py_ssize_t groups = at.a * at.c
     cdef int32_t bins = <int32_t>(counts.shape[2] - 1)
@@ -221,7 +221,7 @@ def count_bins(const real[::1] x, shape, const double[::1] limits, double factor
     if x.shape[0] == 0:
         return
     with nogil:
-        bins_of(&x[0], at, &limits[0], factor, bins, &counts[0, 0, 0], n_threads)
+        bins_of(&x[0], at, &limits[0], bins, &counts[0, 0, 0], n_threads)
 
 
 cdef inline void sums_of_run(const real* x, const real* y, Py_ssize_t n, Py_ssize_t index,
