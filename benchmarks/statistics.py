@@ -219,7 +219,7 @@ def sums_case(name: str) -> Case:
 CHANNELS, LENGTH = 256, 1 << 12
 PERCENTILE = 99.9
 
-NO_EDGES = "its histogram of float32 has float32 edges; of the same values in float64 all are equal"
+NO_EDGES = "it takes the left edge of the bin above too, a bin less; of float32 its edges are float32"
 UNKNOWN = "for another reason"
 NO_BINS = "its histogram is of the magnitudes, 2048 bins from the smallest to the largest"
 
@@ -271,9 +271,7 @@ def why_not(x: Array, method: str, dtype: str, symmetric: bool, scales: bool, ze
         return UNKNOWN
     if symmetric:
         return NO_BINS
-    wide = x.astype(np.float64)
-    mine, its = (of(wide, method, dtype, symmetric)[0] for of in (own_parameters, onnxruntime_parameters))
-    return NO_EDGES if np.array_equal(mine, its) else UNKNOWN
+    return NO_EDGES
 
 
 @cache

@@ -77,3 +77,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(import_module(f"chunkq.{_LATE[name]}"), name)
     raise AttributeError(f"module 'chunkq' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__} - {"Any", "TYPE_CHECKING"})

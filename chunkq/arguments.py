@@ -108,7 +108,11 @@ def linear_arguments(src: str, options: dict[str, Any]) -> tuple[Any, dict[str, 
     """The source, and the arguments that the ONNX operators share; their options are taken out."""
     given = {name: options.pop(name) for name in LINEAR_NAMES}
     if given["scale"] is None:
-        raise SpecError("argument", "--scale is missing (only a group that chunkq quantize wrote brings its own)")
+        raise SpecError(
+            "argument",
+            "--scale is missing (only a group that chunkq quantize wrote brings its own; quantize also takes --params or "
+            "--calibrate)",
+        )
     storage_options = options["storage_options"]
     source = open_at(src, storage_options)
     scale = read_parameter("--scale", given["scale"], storage_options)

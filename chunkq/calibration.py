@@ -241,7 +241,9 @@ class Calibration:
         if narrow_range or not symmetric:
             raise SpecError("argument", f"{name} has no zero point and no codes to leave out: pass neither option")
         if self.method == "mse":
-            raise SpecError("argument", f"method 'mse' is for equally spaced levels, which {name} has not")
+            raise SpecError(
+                "argument", f"method 'mse' is for equally spaced levels, which {name} has not; calibrate by another"
+            )
         row = ELEMENT_TYPES[name]
         assert row.mini is not None
         largest = float(to_float32(np.array([row.mini.max], np.uint8).view(row.dtype))[0])

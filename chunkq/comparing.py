@@ -141,7 +141,11 @@ def _pair(a: dict[str, Any], b: dict[str, Any], bound: tuple[QuantSpec, Any] | N
     spec, params = bound if bound is not None else (None, ())
     for name, dtype in (("a", a["dtype"]), ("b", b["dtype"] if spec is None else spec.y_dtype)):
         if dtype not in FAKE_QUANTIZE_X:
-            way = "; pass op=chunkq.DequantizeLinear(...) with it" if name == "b" else ""
+            way = (
+                "; with codes goes op=chunkq.DequantizeLinear(...), or pass the group they lie in"
+                if name == "b"
+                else ""
+            )
             raise SpecError("dtype", f"{name} is {dtype}; expected one of {', '.join(FAKE_QUANTIZE_X)}{way}")
     own = spec.axis if spec is not None and axis is None and _has_no_blocks(spec) else axis
     groups = groups_of(shape, own)

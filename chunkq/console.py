@@ -19,6 +19,9 @@ from chunkq.errors import ChunkqError, SpecError
 
 INTERRUPTED, TERMINATED = 130, 143
 
+#: What becomes of a command that only reads.
+NOTHING_KEPT = "nothing was kept, and the same command begins again"
+
 #: Loggers that distributed gives a level of their own.
 DISTRIBUTED_LOGGERS = ("distributed", "distributed.client")
 
@@ -41,7 +44,11 @@ class Commands(click.Group):
             _fail(str(error), 1)
         except KeyboardInterrupt as interrupt:
             code = TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED
-            _fail("interrupted; what is done stays done, and the same command continues", code)
+            keeps = ctx.invoked_subcommand not in ("calibrate", "compare")
+            _fail(
+                f"interrupted; {'what is done stays done, and the same command continues' if keeps else NOTHING_KEPT}",
+                code,
+            )
 
 
 def _fail(message: str, code: int) -> None:

@@ -253,6 +253,7 @@ def survey_zarr(tensors: Tensors, statistics: Sequence[Statistic], how: How) -> 
         arrangement = _arranged_locally(plan, how, state)
     else:
         arrangement = plan(workers=how.workers, limit=how.max_mem)
+        _refuse_states(state, arrangement)
     needed = arrangement.memory.total + held_states(state, arrangement.memory.workers)
     listings, _ = look_at_inputs(tensors.inputs, how.missing, how.retries)
     return Survey(tensors, arrangement, replace(how, scheduler=scheduler), listings, needed)
@@ -280,6 +281,19 @@ def _arranged_locally(plan: Callable[..., Arrangement], how: How, state: int) ->
         f"max_mem={format_size(limit)} is too little: what is kept of the groups takes {format_size(state)}, once here and "
         f"twice for each of {choices[-1]} workers; allow more, or use fewer groups or bins",
     )
+
+
+def _refuse_states(state: int, arrangement: Arrangement) -> None:
+    """Refuse states that the workers of a cluster have no memory for: they would be restarted again and again."""
+    memory = arrangement.memory
+    needed = memory.total + 2 * memory.workers * state
+    if needed > arrangement.limit:
+        raise SpecError(
+            "max_mem",
+            f"a worker of the cluster may use {format_size(arrangement.limit)} and would need {format_size(needed)}, among "
+            f"them {format_size(state)} twice for each of its {memory.workers} threads for what is kept of the groups; "
+            "start workers with more memory or fewer threads, or use fewer groups or bins",
+        )
 
 
 def refuse_scheduler(scheduler: Any) -> None:

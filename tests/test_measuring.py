@@ -277,3 +277,28 @@ def test_bad_requests_give_one_clear_line_and_leave_nothing(folder, arguments, p
     assert said.count("\n") == 1
     assert part in said
     assert sorted(str(p) for p in folder.rglob("*")) == before
+
+
+def test_an_interrupted_calibration_keeps_nothing(monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("chunkq.calibrating.calibrate", interrupted)
+    assert "nothing was kept" in run("calibrate", "x.zarr", "-o", "kept.zarr", code=130)
+
+
+def test_workers_of_a_cluster_without_the_memory_are_not_asked():
+    from distributed import Client, LocalCluster
+
+    zarr.create_array("wide.zarr", data=values((4096, 8), odd=False), chunks=(64, 8))
+    how = {"n_workers": 1, "threads_per_worker": 1, "memory_limit": "400MiB", "host": "127.0.0.1"}
+    with LocalCluster(**how, dashboard_address="127.0.0.1:0") as cluster, Client(cluster) as client:
+        with pytest.raises(chunkq.SpecError, match="worker of the cluster may use 400 MiB"):
+            chunkq.calibrate("wide.zarr", axis=0, method="mse", bins=8192, scheduler=client)
+        chunkq.calibrate("wide.zarr", axis=0, method="mse", bins=64, scheduler=client)
+
+
+def test_states_count_without_a_limit_too(monkeypatch):
+    monkeypatch.setattr("chunkq.survey.available", lambda: 1 << 30)
+    with pytest.raises(chunkq.SpecError, match="max_mem=512 MiB is too little: what is kept of the groups takes"):
+        chunkq.calibrate("x.zarr", axis=(0, 1, 2), method="mse", bins=1 << 20)
