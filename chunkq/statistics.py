@@ -39,15 +39,15 @@ class Statistic:
 
     def fields(self) -> dict[str, tuple[Shape, Any, float]]:
         """The arrays of a state: what follows the grid's axes, dtype, and the value of no elements at all."""
-        raise NotImplementedError
+        raise AssertionError("each statistic has its own")
 
     def measure_piece(self, arrays: list[Array], cut: Region, start: Shape, n_threads: int) -> State:
         """The state of a piece; the arrays have as many sections, in front, as were worth it."""
-        raise NotImplementedError
+        raise AssertionError("each statistic has its own")
 
     def merge(self, into: State, part: State) -> None:
         """Take a part into a state of the same groups, in place."""
-        raise NotImplementedError
+        raise AssertionError("each statistic has its own")
 
     def empty(self, grid: Shape) -> State:
         """The state of no elements."""
